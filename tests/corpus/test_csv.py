@@ -9,9 +9,10 @@ from typing import Any
 import fsspec
 import pytest
 
+from tests.support.records import read_file
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.document import Document
-from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
+from textmill.corpus.find_sources import find_sources
 from textmill.corpus.formats import csv as csv_format
 from textmill.corpus.inspection import describe_layouts
 from textmill.corpus.prepare import prepare
@@ -20,10 +21,7 @@ from textmill.errors import TextmillError
 
 
 def read(path: Path, data: str | bytes, **settings: Any) -> tuple[list[str], list[BadRecord]]:
-    path.write_bytes(data.encode() if isinstance(data, str) else data)
-    config = CorpusConfig(**settings)
-    (chunk,) = split_into_chunks(find_sources([str(path)], encoding=config.encoding), config.documents)
-    found = list(read_records(chunk, config))
+    found = read_file(path, data, **settings)
     texts = [record.text for record in found if isinstance(record, Document)]
     return texts, [record for record in found if isinstance(record, BadRecord)]
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.damage import damage_document
+from tests.support.records import read_file, texts_of
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
@@ -47,17 +48,11 @@ def known_words() -> list[str]:
 
 
 def read(path: Path, data: bytes | None = None, **settings: Any) -> list[Document | BadRecord]:
-    if data is not None:
-        path.write_bytes(data)
-    config = CorpusConfig(documents="file", **settings)
-    chunks = split_into_chunks(find_sources([str(path)]), config.documents)
-    return [record for chunk in chunks for record in read_records(chunk, config)]
+    return read_file(path, data, documents="file", **settings)
 
 
 def text_of(path: Path, data: bytes | None = None) -> str:
-    found = read(path, data)
-    assert all(isinstance(one, Document) for one in found), found
-    return "\n".join(one.text for one in found if isinstance(one, Document))
+    return "\n".join(texts_of(read(path, data)))
 
 
 def reason(path: Path, data: bytes) -> str:

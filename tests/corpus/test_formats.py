@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.records import read_file
 from textmill.config import CorpusConfig
 from textmill.corpus import records, streams
 from textmill.corpus.document import Document
@@ -35,18 +36,6 @@ NIKL = {
 }
 
 
-def read(path: Path, data: bytes | str | None = None, **settings: Any) -> list[Document | BadRecord]:
-    if data is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data.encode() if isinstance(data, str) else data)
-    config = CorpusConfig(**settings)
-    return [
-        record
-        for chunk in split_into_chunks(find_sources([str(path)]), config.documents)
-        for record in read_records(chunk, config)
-    ]
-
-
 def summarise(found: list[Document | BadRecord]) -> list[tuple[str, str]]:
     """(place, text), the reason of a bad record in place of its text."""
     return [(one.place, "! " + one.reason) if isinstance(one, BadRecord) else (one.id, one.text) for one in found]
@@ -58,7 +47,7 @@ def summarise(found: list[Document | BadRecord]) -> list[tuple[str, str]]:
 def test_nested_path(tmp_path: Path) -> None:
     settings = {"text_key": "document[].paragraph[].form", "keep_fields": ["id"]}
     for name, place in [("a.json", "value 1"), ("a.jsonl", "line 1")]:
-        found = read(tmp_path / name, json.dumps(NIKL, ensure_ascii=False), **settings)
+        found = read_file(tmp_path / name, json.dumps(NIKL, ensure_ascii=False), **settings)
         assert summarise(found) == [
             (f"{place}, document[0].paragraph[0]", "첫째"),
             (f"{place}, document[0].paragraph[1]", "둘째"),
@@ -74,7 +63,7 @@ def test_nested_path(tmp_path: Path) -> None:
 
 
 def test_joined_matches(tmp_path: Path) -> None:
-    found = read(tmp_path / "a.json", json.dumps(NIKL), text_key="document[].paragraph[].form", join_with=" / ")
+    found = read_file(tmp_path / "a.json", json.dumps(NIKL), text_key="document[].paragraph[].form", join_with=" / ")
     assert [place for place, _ in summarise(found)] == [
         "value 1, document[0]",
         "value 1, document[1]",
@@ -86,11 +75,11 @@ def test_joined_matches(tmp_path: Path) -> None:
 
 def test_several_fields(tmp_path: Path) -> None:
     rows = '{"title": "A", "body": "b", "url": "u"}\n{"body": "only"}\n{"title": null}\n{"title": 3, "body": "b"}\n'
-    found = read(tmp_path / "a.jsonl", rows, text_key="title+body", keep_fields=["url", "gone"])
+    found = read_file(tmp_path / "a.jsonl", rows, text_key="title+body", keep_fields=["url", "gone"])
     assert [text for _, text in summarise(found)][:2] == ["A\nb", "only"]
     assert [type(one) for one in found] == [Document, Document, BadRecord, BadRecord]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"url": "u"}', None]
-    assert summarise(read(tmp_path / "b.jsonl", rows, text_key="title+body", join_with=": "))[0][1] == "A: b"
+    assert summarise(read_file(tmp_path / "b.jsonl", rows, text_key="title+body", join_with=": "))[0][1] == "A: b"
 
 
 def test_inner_fields_and_lists_of_texts(tmp_path: Path) -> None:
@@ -101,12 +90,12 @@ def test_inner_fields_and_lists_of_texts(tmp_path: Path) -> None:
         ("s[]", ["x", "y", "! found a JSON number; 's[]' must be a list of strings"]),
         ("e[]", [""]),
     ]:
-        assert [text for _, text in summarise(read(tmp_path / "a.jsonl", line, text_key=key))] == expected
+        assert [text for _, text in summarise(read_file(tmp_path / "a.jsonl", line, text_key=key))] == expected
     assert (
         "no list 'gone[]'; found ['a', 'a.c', 'e', 's']"
-        in summarise(read(tmp_path / "a.jsonl", line, text_key="gone[].x"))[0][1]
+        in summarise(read_file(tmp_path / "a.jsonl", line, text_key="gone[].x"))[0][1]
     )
-    assert summarise(read(tmp_path / "a.jsonl", '[{"x": "1"}, {"x": "2"}]', text_key="[].x")) == [
+    assert summarise(read_file(tmp_path / "a.jsonl", '[{"x": "1"}, {"x": "2"}]', text_key="[].x")) == [
         ("line 1, [0]", "1"),
         ("line 1, [1]", "2"),
     ]
@@ -121,7 +110,7 @@ def test_json_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int
     monkeypatch.setattr(json_format, "BUFFER_BYTES", block)
     monkeypatch.setattr(streams, "BUFFER_BYTES", block)
     rows = [{"text": f'{number} [{{\\" 가', "n": [1.5e10, -3, True, None]} for number in range(30)]
-    found = read(tmp_path / "a.json", json.dumps(rows, indent=indent))
+    found = read_file(tmp_path / "a.json", json.dumps(rows, indent=indent))
     assert summarise(found) == [(f"item {number}", row["text"]) for number, row in enumerate(rows)]
 
 
@@ -171,7 +160,7 @@ def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: boo
     ],
 )
 def test_json_layouts(tmp_path: Path, data: str, expected: list[tuple[str, str]]) -> None:
-    found = summarise(read(tmp_path / "a.json", data))
+    found = summarise(read_file(tmp_path / "a.json", data))
     assert len(found) == len(expected), found
     for (place, text), (wanted_place, wanted_text) in zip(found, expected, strict=True):
         assert place == wanted_place
@@ -179,7 +168,7 @@ def test_json_layouts(tmp_path: Path, data: str, expected: list[tuple[str, str]]
 
 
 def test_json_not_utf8(tmp_path: Path) -> None:
-    found = summarise(read(tmp_path / "a.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]'))
+    found = summarise(read_file(tmp_path / "a.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]'))
     assert [text[:12] for _, text in found] == ["a", "! not UTF-8,", "b"]
 
 
@@ -207,17 +196,17 @@ def test_csv(tmp_path: Path, name: str, dialect: str) -> None:
     rows = [["1", 'quoted "words", and\nlines\r\nof them', "u1"], ["2", "한국어\tsekme", ""], ["3", "", "u3"]]
     with open(tmp_path / name, "w", newline="", encoding="utf-8-sig") as stream:
         csv.writer(stream, dialect).writerows([["id", "text", "url"], *rows])
-    found = read(tmp_path / name, keep_fields=["url"])
+    found = read_file(tmp_path / name, keep_fields=["url"])
     assert [text for _, text in summarise(found)] == [row[1] for row in rows]
     assert [place for place, _ in summarise(found)] == ["line 2", "line 5", "line 6"]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"url": "u1"}', '{"url": ""}', '{"url": "u3"}']
-    joined = read(tmp_path / name, text_key="id+text", join_with=" ")
+    joined = read_file(tmp_path / name, text_key="id+text", join_with=" ")
     assert summarise(joined)[1][1] == "2 한국어\tsekme"
 
 
 def test_csv_damage(tmp_path: Path) -> None:
     data = b'text,n\r\ngood,1\r\nmore,2,3\r\nfew\r\n\r\n\xff,4\r\n"a"b,5\r\nend,6\r\n"open,7\r\nnever closed,8\r\n'
-    found = summarise(read(tmp_path / "a.csv", data))
+    found = summarise(read_file(tmp_path / "a.csv", data))
     assert [(place, text[:11]) for place, text in found] == [
         ("line 2", "good"),
         ("line 3", "! found 3 f"),
@@ -231,10 +220,10 @@ def test_csv_damage(tmp_path: Path) -> None:
 
 
 def test_csv_wrong_column(tmp_path: Path) -> None:
-    assert summarise(read(tmp_path / "a.csv", "id,body\n1,long words\n")) == [
+    assert summarise(read_file(tmp_path / "a.csv", "id,body\n1,long words\n")) == [
         ("line 2", "! no field 'text'; found ['body', 'id']; set corpus.text_key=body")
     ]
-    assert read(tmp_path / "a.csv", "") == read(tmp_path / "a.csv", "text\n") == []
+    assert read_file(tmp_path / "a.csv", "") == read_file(tmp_path / "a.csv", "text\n") == []
 
 
 # Parquet and Arrow
@@ -256,29 +245,29 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) ->
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=100)
     assert len(split_into_chunks(find_sources([str(path)]), "section")) == {1: 10, 1 << 30: 1}.get(chunk, 5)
-    found = read(path, keep_fields=["url"])
+    found = read_file(path, keep_fields=["url"])
     assert summarise(found) == [(f"row {number}", f"satır {number}") for number in range(1000)]
     assert found[7].meta == '{"url": "u7"}'  # type: ignore[union-attr]
-    nested = summarise(read(path, text_key="inner.form[]"))
+    nested = summarise(read_file(path, text_key="inner.form[]"))
     assert nested[:3] == [("row 0, inner.form[0]", "f0"), ("row 0, inner.form[1]", "g"), ("row 1, inner.form[0]", "f1")]
 
 
 def test_parquet_damage(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a", "b"], "n": [1, 2]}), path)
-    assert summarise(read(path)) == [
+    assert summarise(read_file(path)) == [
         (f"row {row}", "! no column 'text'; found ['body', 'n']; set corpus.text_key=body") for row in (0, 1)
     ]
     pq.write_table(pa.table({"text": ["a", None]}), path)
-    assert summarise(read(path)) == [("row 0", "a"), ("row 1", "! field 'text' is null, not text")]
+    assert summarise(read_file(path)) == [("row 0", "a"), ("row 1", "! field 'text' is null, not text")]
     bad = pa.array([b"ok", b"\xff", b"fine"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), path)
-    assert [text for _, text in summarise(read(path))] == ["ok", "! not UTF-8: byte 0xff at 0", "fine"]
+    assert [text for _, text in summarise(read_file(path))] == ["ok", "! not UTF-8: byte 0xff at 0", "fine"]
     pq.write_table(table(), path)
-    ((place, text),) = summarise(read(path, path.read_bytes()[:-100]))
+    ((place, text),) = summarise(read_file(path, path.read_bytes()[:-100]))
     assert place == "beginning"
     assert "incomplete Parquet file" in text
-    ((_, text),) = summarise(read(path, b""))
+    ((_, text),) = summarise(read_file(path, b""))
     assert "incomplete Parquet file" in text
 
 
@@ -291,7 +280,7 @@ def test_parquet_damage_inside(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     start = group.data_page_offset
     data[start : start + group.total_compressed_size] = b"\xee" * group.total_compressed_size
-    found = read(path, bytes(data))
+    found = read_file(path, bytes(data))
     assert [one.place for one in found if isinstance(one, BadRecord)] == ["row 250"]
     assert [one.id for one in found if isinstance(one, Document)] == [
         f"row {row}" for row in range(1000) if not 250 <= row < 500
@@ -303,8 +292,8 @@ def test_arrow(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.arrow"
     with open(path, "wb") as stream, getattr(pa.ipc, f"new_{kind}")(stream, table().schema) as writer:
         writer.write_table(table(), max_chunksize=100)
-    assert summarise(read(path)) == [(f"row {number}", f"satır {number}") for number in range(1000)]
-    *before, bad = read(path, path.read_bytes()[:-2000])
+    assert summarise(read_file(path)) == [(f"row {number}", f"satır {number}") for number in range(1000)]
+    *before, bad = read_file(path, path.read_bytes()[:-2000])
     assert isinstance(bad, BadRecord)
     assert summarise(before) == [(f"row {number}", f"satır {number}") for number in range(len(before))]
     assert len(before) > (500 if kind == "stream" else -1)
@@ -323,7 +312,7 @@ def test_wikiextractor(tmp_path: Path) -> None:
         '<doc id="12" url="https://x.org/?curid=12" title="A &amp; B">\nA &amp; B\n\n1 &lt; 2\n\n</doc>\n\n'
         '<doc id="13" url="u" title="C">\nC\n</doc>\nstray\n<doc id="14" url="u" title="D">\nnever ends\n'
     )
-    found = read(tmp_path / "AA" / "wiki_00", data)
+    found = read_file(tmp_path / "AA" / "wiki_00", data)
     assert [(place, text.strip()) for place, text in summarise(found)] == [
         ("page 12", "A & B\n\n1 < 2"),
         ("page 13", "C"),
@@ -335,7 +324,7 @@ def test_wikiextractor(tmp_path: Path) -> None:
     (tmp_path / "AA" / "wiki_01").write_text(lines)
     names = [source.name for source in find_sources([str(tmp_path)])]
     assert names == [str(tmp_path / "AA" / "wiki_00"), str(tmp_path / "AA" / "wiki_01")]
-    assert summarise(read(tmp_path / "AA" / "wiki_01")) == [("line 1", "one"), ("line 2", "two")]
+    assert summarise(read_file(tmp_path / "AA" / "wiki_01")) == [("line 1", "one"), ("line 2", "two")]
 
 
 def dump(pages: list[tuple[int, int, str, str, bool]]) -> str:
@@ -368,20 +357,20 @@ PAGES = [
 
 
 def test_mediawiki(tmp_path: Path) -> None:
-    found = read(tmp_path / "pages-articles.xml", dump(PAGES))
+    found = read_file(tmp_path / "pages-articles.xml", dump(PAGES))
     assert summarise(found) == [("page 1", "Bir sayıdır.  Son."), ("page 4", "Başlık\nbire bak")]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"title": "Bir"}', '{"title": "İki"}']
-    assert summarise(read(tmp_path / "pages-articles.xml", text_key="title+text"))[1][1] == "İki\nBaşlık\nbire bak"
+    assert summarise(read_file(tmp_path / "pages-articles.xml", text_key="title+text"))[1][1] == "İki\nBaşlık\nbire bak"
 
 
 def test_truncated_mediawiki_dump(tmp_path: Path) -> None:
     whole = dump([(number, 0, f"T{number}", "söz " * 30, False) for number in range(1, 200)])
-    *before, bad = read(tmp_path / "a.xml", whole[: whole.index("<id>150<") + 30])
+    *before, bad = read_file(tmp_path / "a.xml", whole[: whole.index("<id>150<") + 30])
     assert [place for place, _ in summarise(before)] == [f"page {number}" for number in range(1, 150)]
     assert isinstance(bad, BadRecord)
     assert bad.place == "after page 149"
-    assert read(tmp_path / "b.xml", "") == []
-    ((place, text),) = summarise(read(tmp_path / "c.xml", "no xml at all"))
+    assert read_file(tmp_path / "b.xml", "") == []
+    ((place, text),) = summarise(read_file(tmp_path / "c.xml", "no xml at all"))
     assert (place, text[:9]) == ("beginning", "! invalid")
 
 
@@ -416,7 +405,7 @@ def test_damaged_files_never_crash(tmp_path: Path) -> None:
             spoilt = bytearray(data)
             for _ in range(rng.randint(1, 4)):
                 spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
-            read(
+            read_file(
                 tmp_path / name,
                 bytes(spoilt[: rng.randint(1, len(spoilt))]),
                 text_key=rng.choice(["text", "document[].paragraph[].form"]),

@@ -7,12 +7,12 @@ import io
 import json
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.records import documents_of, read_file, texts_of
 from textmill.config import CorpusConfig
 from textmill.corpus import document as sections
 from textmill.corpus import records
@@ -23,25 +23,6 @@ from textmill.corpus.records import BadRecord
 TEXT = st.text(st.sampled_from("ab가é𝄞 \t\n\n\r"), max_size=400)
 
 
-def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]:
-    path.write_bytes(data)
-    config = CorpusConfig(**settings)
-    return [
-        record
-        for chunk_size in split_into_chunks(find_sources([str(path)]), config.documents)
-        for record in read_records(chunk_size, config)
-    ]
-
-
-def documents(found: list[Document | BadRecord]) -> list[Document]:
-    assert not [record for record in found if isinstance(record, BadRecord)]
-    return [record for record in found if isinstance(record, Document)]
-
-
-def texts(found: list[Document | BadRecord]) -> list[str]:
-    return [document.text for document in documents(found)]
-
-
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = ["bir\nİki", "한국어 \U0001f600", "", "mixed \ud83d\ude00"]
@@ -49,8 +30,8 @@ def test_json_lines(tmp_path: Path) -> None:
         json.dumps({"id": 1, "text": row}, ensure_ascii=index % 2 == 0) for index, row in enumerate(rows[:3])
     ).encode()
     data += b'\r\n\n{"text": "\\ud83d\\ude00"}\n  \n{"text": "last", "text": "wins", "x": NaN}'
-    found = read(path, b"\xef\xbb\xbf" + data)
-    assert texts(found) == ["bir\nİki", "한국어 \U0001f600", "", "", "\U0001f600", "", "wins"]
+    found = read_file(path, b"\xef\xbb\xbf" + data)
+    assert texts_of(found) == ["bir\nİki", "한국어 \U0001f600", "", "", "\U0001f600", "", "wins"]
     assert [record.id for record in found if isinstance(record, Document)] == [
         f"line {number}" for number in range(1, 8)
     ]
@@ -90,7 +71,7 @@ def test_json_lines(tmp_path: Path) -> None:
 )
 def test_bad_line(tmp_path: Path, line: bytes, reason: str) -> None:
     good = b'{"text": "good"}\n'
-    found = read(tmp_path / "a.jsonl", good + line + b"\n" + good)
+    found = read_file(tmp_path / "a.jsonl", good + line + b"\n" + good)
     assert [type(record) for record in found] == [Document, BadRecord, Document]
     bad = found[1]
     assert isinstance(bad, BadRecord)
@@ -102,56 +83,61 @@ def test_bad_line(tmp_path: Path, line: bytes, reason: str) -> None:
 def test_line_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 50)
     monkeypatch.setattr(records, "READ_BYTES", 7)
-    found = read(tmp_path / "a.txt", b"x" * 50 + b"\n" + b"a\n" + b"y" * 30 + b"\n" + b"z" * 51, documents="line")
+    found = read_file(tmp_path / "a.txt", b"x" * 50 + b"\n" + b"a\n" + b"y" * 30 + b"\n" + b"z" * 51, documents="line")
     assert [type(record) for record in found] == [BadRecord, Document, Document, BadRecord]
     assert "51 bytes, more than the maximum of 50" in str(found[0])
     assert found[3].place == "line 4"  # type: ignore[union-attr]
 
 
 def test_text_key(tmp_path: Path) -> None:
-    assert texts(read(tmp_path / "a.ndjson", b'{"body": "x", "text": 3}', text_key="body")) == ["x"]
+    assert texts_of(read_file(tmp_path / "a.ndjson", b'{"body": "x", "text": 3}', text_key="body")) == ["x"]
 
 
 def test_lines_of_text(tmp_path: Path) -> None:
-    found = read(tmp_path / "a.txt", b"\xef\xbb\xbfbir\r\n\n  \niki\n\xff\nson", documents="line")
+    found = read_file(tmp_path / "a.txt", b"\xef\xbb\xbfbir\r\n\n  \niki\n\xff\nson", documents="line")
     assert [record.text for record in found if isinstance(record, Document)] == ["bir", "", "  ", "iki", "son"]
     assert str(found[4]).partition("; ")[0].endswith("a.txt:5: not UTF-8: byte 0xff at 0")
 
 
 def test_file_as_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert texts(read(tmp_path / "a.md", b"\xef\xbb\xbfa\n\n\nb", documents="file")) == ["a\n\n\nb"]
-    (bad,) = read(tmp_path / "a.txt", b"ok \x80", documents="file")
+    assert texts_of(read_file(tmp_path / "a.md", b"\xef\xbb\xbfa\n\n\nb", documents="file")) == ["a\n\n\nb"]
+    (bad,) = read_file(tmp_path / "a.txt", b"ok \x80", documents="file")
     assert "a.txt, file: not UTF-8: byte 0x80 at 3; if the file has another encoding" in str(bad)
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 3)
-    assert "set corpus.documents=section" in str(read(tmp_path / "a.txt", b"long", documents="file")[0])
+    assert "set corpus.documents=section" in str(read_file(tmp_path / "a.txt", b"long", documents="file")[0])
 
 
 def test_blocks(tmp_path: Path) -> None:
-    found = read(tmp_path / "a.txt", b"\n\nbir\niki\n \t\n\n\nuc\r\n\r\ndort\n\n \n", documents="block")
-    assert [text.strip() for text in texts(found)] == ["bir\niki", "uc", "dort"]
+    found = read_file(tmp_path / "a.txt", b"\n\nbir\niki\n \t\n\n\nuc\r\n\r\ndort\n\n \n", documents="block")
+    assert [text.strip() for text in texts_of(found)] == ["bir\niki", "uc", "dort"]
     assert [record.id for record in found if isinstance(record, Document)] == ["block 1", "block 2", "block 3"]
 
 
 def test_sections(tmp_path: Path) -> None:
     paragraph = "가나다 " * 20  # 80 characters
-    at_blank = read(tmp_path / "a.txt", ("\n\n".join([paragraph] * 10)).encode(), section_chars=100)
-    assert [len(text.split()) for text in texts(at_blank)] == [40] * 5
-    at_line = read(tmp_path / "b.txt", ("\n".join([paragraph] * 10)).encode(), section_chars=100)
-    assert [len(text.split()) for text in texts(at_line)] == [60] * 3 + [20]
-    nowhere = read(tmp_path / "c.txt", "가".encode() * 1000, section_chars=100)
-    assert [len(text) for text in texts(nowhere)] == [400, 400, 200]
+    at_blank = read_file(tmp_path / "a.txt", ("\n\n".join([paragraph] * 10)).encode(), section_chars=100)
+    assert [len(text.split()) for text in texts_of(at_blank)] == [40] * 5
+    at_line = read_file(tmp_path / "b.txt", ("\n".join([paragraph] * 10)).encode(), section_chars=100)
+    assert [len(text.split()) for text in texts_of(at_line)] == [60] * 3 + [20]
+    nowhere = read_file(tmp_path / "c.txt", "가".encode() * 1000, section_chars=100)
+    assert [len(text) for text in texts_of(nowhere)] == [400, 400, 200]
 
 
 def test_invalid_bytes_affect_one_section(tmp_path: Path) -> None:
     data = b"\n\n".join([b"a" * 150, b"b" * 75 + b"\xff" + b"b" * 75, b"c" * 150, b"\0" * 150])
-    found = read(tmp_path / "a.txt", data, section_chars=100)
+    found = read_file(tmp_path / "a.txt", data, section_chars=100)
     assert [type(record) for record in found] == [Document, BadRecord, Document, BadRecord]
     assert "a.txt, section 2: not UTF-8: byte 0xff at 75; " in str(found[1])
     assert "NUL" in str(found[3])
 
 
 def test_empty_file(tmp_path: Path) -> None:
-    assert read(tmp_path / "a.txt", b"") == read(tmp_path / "a.txt", b" \n\n") == read(tmp_path / "a.jsonl", b"") == []
+    assert (
+        read_file(tmp_path / "a.txt", b"")
+        == read_file(tmp_path / "a.txt", b" \n\n")
+        == read_file(tmp_path / "a.jsonl", b"")
+        == []
+    )
 
 
 def split_text(data: bytes, limits: tuple[int, int, int], block: int) -> list[str]:
@@ -182,10 +168,10 @@ def test_block_size_does_not_matter(data: bytes, limits: tuple[int, int, int], b
 @example("one line " * 200)
 @example("a line\r\nand a blank one\r\n\r\n" * 40)
 def test_a_record_is_cut_like_a_file_of_its_text(text: str) -> None:
-    limits = sections.section_limits(20)
-    found = sections.cut_into_sections(text, 20)
+    limits = sections.limits_of("section", 20)
+    found = sections.cut_into_sections(text, limits)
     assert found == split_text(text.encode(), limits, 10_000)
-    assert [again for one in found for again in sections.cut_into_sections(one, 20)] == found
+    assert [again for one in found for again in sections.cut_into_sections(one, limits)] == found
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
@@ -200,8 +186,8 @@ def test_long_records_become_sections(name: str, tmp_path: Path) -> None:
         data = stream.getvalue()
     else:
         data = json.dumps(rows) if name.endswith("json") else "".join(json.dumps(row) + "\n" for row in rows)
-    whole = documents(read(tmp_path / name, data.encode()))
-    found = documents(read(tmp_path / name, data.encode(), cut_records=True, section_chars=500))
+    whole = documents_of(read_file(tmp_path / name, data.encode()))
+    found = documents_of(read_file(tmp_path / name, data.encode(), cut_records=True, section_chars=500))
     assert [one.text for one in whole] == [text, "short"]
     assert found[-1] == whole[-1]
     assert all(500 <= len(one.text) <= 1000 for one in found[:-2])
@@ -222,10 +208,10 @@ def test_chunks_give_the_records_of_the_file(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], chunk_size: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
-    expected = read(path, b"\n".join(lines), documents="line")
+    expected = read_file(path, b"\n".join(lines), documents="line")
     before, records.CHUNK_BYTES = records.CHUNK_BYTES, chunk_size
     try:
-        assert read(path, b"\n".join(lines), documents="line") == expected
+        assert read_file(path, b"\n".join(lines), documents="line") == expected
     finally:
         records.CHUNK_BYTES = before
 

@@ -10,33 +10,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from textmill.config import CorpusConfig, RunConfig
+from tests.support.records import read_sources, texts_of
+from textmill.config import RunConfig
 from textmill.config.load import resolve_paths
-from textmill.corpus.document import Document
-from textmill.corpus.find_sources import find_sources, portable_names, read_records, source_state, split_into_chunks
+from textmill.corpus.find_sources import find_sources, portable_names, source_state
 from textmill.corpus.prepare import prepare
-from textmill.corpus.records import BadRecord
 from textmill.errors import TextmillError
 
 LINES = [f"{number} satır" for number in range(200)]
 DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
-
-
-def read(words: list[str], **settings: Any) -> list[Document | BadRecord]:
-    config = CorpusConfig(**settings)
-    found = find_sources(words)
-    return [record for chunk in split_into_chunks(found, config.documents) for record in read_records(chunk, config)]
-
-
-def texts(found: list[Document | BadRecord]) -> list[str]:
-    assert not [record for record in found if isinstance(record, BadRecord)], found
-    return [record.text for record in found if isinstance(record, Document)]
 
 
 # URLs
@@ -49,7 +36,11 @@ def test_memory_urls() -> None:
     with files.open("/here/c.parquet", "wb") as stream:
         pq.write_table(pa.table({"text": LINES}), stream, row_group_size=50)
     try:
-        assert texts(read(["memory://here/a.jsonl.gz"])) == texts(read(["memory://here/c.parquet"])) == LINES
+        assert (
+            texts_of(read_sources(["memory://here/a.jsonl.gz"]))
+            == texts_of(read_sources(["memory://here/c.parquet"]))
+            == LINES
+        )
         skipped: list[str] = []
         names = [source.name for source in find_sources(["memory://here"], skipped=skipped)]
         assert skipped == ["memory:///here/notes.bin"]
@@ -105,7 +96,7 @@ def test_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     (tmp_path / "web" / "a.jsonl.gz").write_bytes(gzip.compress(DATA))
     (tmp_path / "web" / "b.jsonl").write_bytes(DATA[:110])
-    assert texts(read([f"{server}/a.jsonl.gz?version=1"])) == LINES
+    assert texts_of(read_sources([f"{server}/a.jsonl.gz?version=1"])) == LINES
     with pytest.raises(TextmillError, match="nothing at"):
         find_sources([f"{server}/gone.jsonl"])
     settings = {"sources": [f"{server}/a.jsonl.gz", f"{server}/b.jsonl"], "max_unreadable": 0.5}
@@ -123,12 +114,12 @@ def test_saved_dataset(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"text": LINES, "url": [f"u{number}" for number in range(200)]})
     whole.save_to_disk(tmp_path / "one", num_shards=3)
-    found = read([str(tmp_path / "one")], keep_fields=["url"])
-    assert texts(found) == LINES
+    found = read_sources([str(tmp_path / "one")], keep_fields=["url"])
+    assert texts_of(found) == LINES
     assert found[5].meta == '{"url": "u5"}'  # type: ignore[union-attr]
     datasets.DatasetDict({"train": whole, "test": whole.select(range(5))}).save_to_disk(tmp_path / "two")
-    assert len(read([str(tmp_path / "two")])) == 205
-    assert len(read([str(tmp_path / "two" / "test")])) == 5
+    assert len(read_sources([str(tmp_path / "two")])) == 205
+    assert len(read_sources([str(tmp_path / "two" / "test")])) == 5
 
 
 def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +132,7 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         datasets, "load_dataset", lambda *args, **words: load(*args, **words, cache_dir=str(tmp_path / "cache"))
     )
     name = f"hf:{tmp_path / 'set'}"
-    assert texts(read([f"{name}::train"])) == LINES
+    assert texts_of(read_sources([f"{name}::train"])) == LINES
     (source,) = find_sources([f"{name}::train"])
     assert portable_names([source]) == [f"{name}::train"]
     assert len(find_sources([name])) == 2

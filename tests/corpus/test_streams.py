@@ -14,13 +14,13 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from tests.support.records import read_file, texts_of
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
@@ -39,25 +39,10 @@ DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
 KINDS = pytest.mark.parametrize("kind", list(COMPRESS))
 
 
-def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]:
-    path.write_bytes(data)
-    config = CorpusConfig(**settings)
-    return [
-        record
-        for chunk in split_into_chunks(find_sources([str(path)], encoding=config.encoding), config.documents)
-        for record in read_records(chunk, config)
-    ]
-
-
-def texts(found: list[Document | BadRecord]) -> list[str]:
-    assert not [record for record in found if isinstance(record, BadRecord)], found
-    return [record.text for record in found if isinstance(record, Document)]
-
-
 @KINDS
 def test_complete_files(tmp_path: Path, kind: str) -> None:
-    found = read(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](DATA))
-    assert texts(found) == LINES
+    found = read_file(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](DATA))
+    assert texts_of(found) == LINES
     assert found[-1].id == "line 3000"  # type: ignore[union-attr]
 
 
@@ -65,7 +50,7 @@ def test_complete_files(tmp_path: Path, kind: str) -> None:
 def test_several_members(tmp_path: Path, kind: str) -> None:
     cut = len(DATA) // 3  # in the middle of a line
     data = COMPRESS[kind](DATA[:cut]) + COMPRESS[kind](b"") + COMPRESS[kind](DATA[cut:])
-    assert texts(read(tmp_path / f"a.jsonl.{kind}", data)) == LINES
+    assert texts_of(read_file(tmp_path / f"a.jsonl.{kind}", data)) == LINES
 
 
 @KINDS
@@ -73,11 +58,11 @@ def test_several_members(tmp_path: Path, kind: str) -> None:
 def test_records_before_the_damage_are_kept(tmp_path: Path, kind: str, share: float) -> None:
     packed = COMPRESS[kind](DATA)
     data = packed[: int(len(packed) * share)]
-    *before, bad = read(tmp_path / f"a.jsonl.{kind}", data)
+    *before, bad = read_file(tmp_path / f"a.jsonl.{kind}", data)
     assert isinstance(bad, BadRecord)
     assert bad.place == (f"after line {len(before)}" if before else "beginning")
     assert "damaged" in bad.reason
-    assert texts(before) == LINES[: len(before)]
+    assert texts_of(before) == LINES[: len(before)]
     # What the decompressor can give before the break, an oracle gives too: no whole line of it may be missing.
     assert len(before) >= _plain(kind, data).count(b"\n")
 
@@ -95,7 +80,7 @@ def _plain(kind: str, data: bytes) -> bytes:
 def test_flipped_byte(tmp_path: Path, kind: str) -> None:
     packed = bytearray(COMPRESS[kind](DATA))
     packed[len(packed) // 2] ^= 0xFF
-    found = read(tmp_path / f"a.jsonl.{kind}", bytes(packed))
+    found = read_file(tmp_path / f"a.jsonl.{kind}", bytes(packed))
     assert any(isinstance(record, BadRecord) for record in found) or kind == "zst"  # its checksum is an option
 
 
@@ -138,12 +123,14 @@ def test_nothing_is_kept_of_what_a_checksum_shows_to_be_damaged(tmp_path: Path, 
 
 @KINDS
 def test_empty_archives(tmp_path: Path, kind: str) -> None:
-    assert read(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](b"")) == read(tmp_path / f"b.txt.{kind}", b"") == []
+    assert (
+        read_file(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](b"")) == read_file(tmp_path / f"b.txt.{kind}", b"") == []
+    )
 
 
 @KINDS
 def test_wrong_extension(tmp_path: Path, kind: str) -> None:
-    (bad,) = read(tmp_path / f"a.txt.{kind}", b"plain words " * 100)
+    (bad,) = read_file(tmp_path / f"a.txt.{kind}", b"plain words " * 100)
     assert isinstance(bad, BadRecord)
     assert bad.place == "beginning"
 
@@ -152,14 +139,14 @@ def test_wrong_extension(tmp_path: Path, kind: str) -> None:
 def test_sections_and_files(tmp_path: Path, kind: str) -> None:
     data = "\n\n".join(LINES).encode()
     plain, packed = (
-        read(tmp_path / name, body, section_chars=200)
+        read_file(tmp_path / name, body, section_chars=200)
         for name, body in [("a.txt", data), (f"a.txt.{kind}", COMPRESS[kind](data))]
     )
-    assert texts(plain) == texts(packed)
-    assert texts(read(tmp_path / f"a.md.{kind}", COMPRESS[kind](data), documents="file")) == [data.decode()]
-    *before, bad = read(tmp_path / f"a.txt.{kind}", COMPRESS[kind](data)[:-20], section_chars=200)
+    assert texts_of(plain) == texts_of(packed)
+    assert texts_of(read_file(tmp_path / f"a.md.{kind}", COMPRESS[kind](data), documents="file")) == [data.decode()]
+    *before, bad = read_file(tmp_path / f"a.txt.{kind}", COMPRESS[kind](data)[:-20], section_chars=200)
     assert isinstance(bad, BadRecord)
-    assert texts(before) == texts(plain)[: len(before)]
+    assert texts_of(before) == texts_of(plain)[: len(before)]
 
 
 @pytest.mark.long_with("xz")
@@ -186,36 +173,36 @@ def test_memory_is_constant(tmp_path: Path, kind: str) -> None:
 def test_utf_16(tmp_path: Path, encoding: str, name: str) -> None:
     line = {"jsonl": '{"text": "한국어 𝄞"}', "csv": "text\r\n한국어 𝄞"}.get(name.split(".")[1], "한국어 𝄞")
     data = ("\ufeff" + line).encode(encoding)
-    assert texts(read(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)) == ["한국어 𝄞"]
+    assert texts_of(read_file(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)) == ["한국어 𝄞"]
 
 
 def test_truncated_utf_16(tmp_path: Path) -> None:
     data = "\ufeffbir\niki\nüç".encode("utf-16-le")[:-1]
-    *before, bad = read(tmp_path / "a.txt", data, documents="line")
-    assert texts(before) == ["bir", "iki"]
+    *before, bad = read_file(tmp_path / "a.txt", data, documents="line")
+    assert texts_of(before) == ["bir", "iki"]
     assert str(bad).startswith(f"{tmp_path / 'a.txt'}, after line 2: the stream is damaged")
 
 
 def test_utf_32_and_unmarked_utf_16_are_read(tmp_path: Path) -> None:
-    assert texts(read(tmp_path / "a.txt", "\ufeffkelime".encode("utf-32-le"))) == ["kelime"]
+    assert texts_of(read_file(tmp_path / "a.txt", "\ufeffkelime".encode("utf-32-le"))) == ["kelime"]
     for number, text in enumerate(("Several words of plain English text.", "짧은 한국어 문장. 다시 한국어 문장.")):
         for encoding in ("utf-16-le", "utf-16-be"):
             path = tmp_path / f"{number}{encoding}.txt"
-            assert texts(read(path, (text + "\n").encode(encoding), documents="line")) == [text]
+            assert texts_of(read_file(path, (text + "\n").encode(encoding), documents="line")) == [text]
 
 
 def test_older_encodings_are_suggested_and_read(tmp_path: Path) -> None:
     data = "짧은 한국어 문장\n".encode("cp949")
-    (bad,) = read(tmp_path / "b.txt", data, documents="line")
+    (bad,) = read_file(tmp_path / "b.txt", data, documents="line")
     assert str(bad).endswith("it looks like cp949: set corpus.encoding=cp949")
-    good, spoilt = read(tmp_path / "b.txt", data + b"\xc7\xff\n", documents="line", encoding="euc-kr")
-    assert texts([good]) == ["짧은 한국어 문장"]
+    good, spoilt = read_file(tmp_path / "b.txt", data + b"\xc7\xff\n", documents="line", encoding="euc-kr")
+    assert texts_of([good]) == ["짧은 한국어 문장"]
     assert isinstance(spoilt, BadRecord)
 
 
 def test_the_bytes_of_an_unreadable_section_are_counted(tmp_path: Path) -> None:
     data = "Değirmenin çarkı dönüyor.\n".encode("cp1254") * 100
-    (bad,) = read(tmp_path / "a.txt", data)
+    (bad,) = read_file(tmp_path / "a.txt", data)
     assert isinstance(bad, BadRecord)
     assert (len(bad.raw), bad.bytes_lost) == (1000, len(data))
 
@@ -224,7 +211,7 @@ def test_an_older_encoding_leaves_files_in_utf_8_as_they_are(tmp_path: Path) -> 
     text = "Değirmenin çarkı dönüyor."
     for number, stored in enumerate(("cp1254", "utf-8", "utf-8-sig", "utf-16", "ascii")):
         line = text.encode("ascii", "ignore").decode() if stored == "ascii" else text
-        assert texts(read(tmp_path / f"{number}.txt", line.encode(stored), encoding="cp1254")) == [line], stored
+        assert texts_of(read_file(tmp_path / f"{number}.txt", line.encode(stored), encoding="cp1254")) == [line], stored
 
 
 @pytest.mark.parametrize("setting", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
@@ -233,27 +220,27 @@ def test_utf_16_leaves_files_in_utf_8_as_they_are(tmp_path: Path, setting: str) 
     text = "Değirmenin çarkı dönüyor."
     for number, stored in enumerate(("utf-8", "utf-8-sig", "utf-16", "ascii")):
         line = text.encode("ascii", "ignore").decode() if stored == "ascii" else text
-        assert texts(read(tmp_path / f"{number}.txt", line.encode(stored), encoding=setting)) == [line], stored
+        assert texts_of(read_file(tmp_path / f"{number}.txt", line.encode(stored), encoding=setting)) == [line], stored
 
 
 @pytest.mark.parametrize(("text", "encoding"), [("Le café", "cp1252"), ("ğ", "cp1254")])
 def test_a_last_letter_that_could_begin_a_character_of_utf_8(text: str, encoding: str, tmp_path: Path) -> None:
     """Nothing else in the file tells its encoding, so the setting does."""
-    assert texts(read(tmp_path / "a.txt", text.encode(encoding), encoding=encoding)) == [text]
+    assert texts_of(read_file(tmp_path / "a.txt", text.encode(encoding), encoding=encoding)) == [text]
 
 
 @pytest.mark.parametrize("name", ["letter.txt", "table.csv", "list.json", "lines.jsonl"])
 def test_a_binary_file_with_the_name_of_a_text_is_no_text_in_any_encoding(tmp_path: Path, name: str) -> None:
     with zipfile.ZipFile(tmp_path / "letter.docx", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", "<w:t>Değirmenin çarkı dönüyor.</w:t>")
-    (bad,) = read(tmp_path / name, (tmp_path / "letter.docx").read_bytes(), encoding="cp1254")
+    (bad,) = read_file(tmp_path / name, (tmp_path / "letter.docx").read_bytes(), encoding="cp1254")
     assert isinstance(bad, BadRecord)
     assert "the file is a Word, Excel or zip file: not text" in bad.reason
 
 
 def test_a_text_that_begins_like_a_binary_file_is_text(tmp_path: Path) -> None:
     for text in ("PAR1 is a receptor.", "%PDF-Dateien sind keine Texte.", "PK ist eine Abkürzung.", "BZh, Nr. 9"):
-        (document,) = read(tmp_path / "text.txt", text.encode())
+        (document,) = read_file(tmp_path / "text.txt", text.encode())
         assert isinstance(document, Document)
         assert document.text == text
 
@@ -261,14 +248,14 @@ def test_a_text_that_begins_like_a_binary_file_is_text(tmp_path: Path) -> None:
 def test_parquet_files_are_recognised_by_their_first_bytes(tmp_path: Path) -> None:
     for rows in ([], ["PAR1"]):
         pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / "texts.parquet")
-        (bad,) = read(tmp_path / "text.txt", (tmp_path / "texts.parquet").read_bytes(), encoding="cp1254")
+        (bad,) = read_file(tmp_path / "text.txt", (tmp_path / "texts.parquet").read_bytes(), encoding="cp1254")
         assert isinstance(bad, BadRecord)
         assert "a Parquet file" in bad.reason
 
 
 def test_a_line_of_100_mb(tmp_path: Path) -> None:
     data = b'{"text": "short"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "last"}\n'
-    found = texts(read(tmp_path / "a.jsonl", data))
+    found = texts_of(read_file(tmp_path / "a.jsonl", data))
     assert [len(text) for text in found] == [5, 100_000_000, 4]
 
 
@@ -290,7 +277,7 @@ def test_lines_that_end_with_cr(tmp_path: Path, name: str) -> None:
     if name == "a.jsonl":
         lines = [f'{{"text": {line}}}' for line in lines]
     data = "".join(f"{line}\r" for line in lines).encode()
-    found = texts(read(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data, documents="line"))
+    found = texts_of(read_file(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data, documents="line"))
     assert len(found) == len(lines) - name.startswith("a.csv")
     assert "a quoted, line 2" in found[-1]
 
@@ -298,7 +285,7 @@ def test_lines_that_end_with_cr(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("mark", [" ", "。"])
 def test_text_without_line_ends_is_cut_between_words(tmp_path: Path, mark: str) -> None:
     words = [f"{number % 97 + 1000}mill" for number in range(5000)]
-    found = texts(read(tmp_path / "a.txt", (mark.join(words) + mark).encode(), section_chars=200))
+    found = texts_of(read_file(tmp_path / "a.txt", (mark.join(words) + mark).encode(), section_chars=200))
     assert len(found) > 40
     assert [word for text in found for word in text.split(mark)[:-1]] == words
     assert max(map(len, found)) <= 800

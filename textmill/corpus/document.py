@@ -15,6 +15,8 @@ Turn = tuple[str, str]
 """The role (system, user or assistant) and the text of one turn."""
 READ_BYTES = 1 << 16
 """Bytes read at a time."""
+MAX_BLOCK_CHARACTERS = 8 << 20
+"""A block between blank lines is cut after this many characters."""
 SectionLimits = tuple[int, int, int]
 """The size, soft limit and hard limit of a section in characters; see `_find_cut`."""
 
@@ -44,14 +46,16 @@ class Document:
     """The turns of a conversation; `text` holds them joined."""
 
 
-def section_limits(size: int) -> SectionLimits:
-    """The limits of sections of about `size` characters."""
-    return size, 2 * size, 4 * size
+def limits_of(unit: str, section_chars: int) -> SectionLimits:
+    """The limits of sections of about `section_chars` characters, or of blocks between blank lines."""
+    if unit == "block":
+        return 1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS
+    return section_chars, 2 * section_chars, 4 * section_chars
 
 
-def cut_into_sections(text: str, size: int) -> list[str]:
+def cut_into_sections(text: str, limits: SectionLimits) -> list[str]:
     """The sections of a text in memory, the same as those of a file with this text."""
-    sections, _ = _take_sections(text, section_limits(size), at_end=True)
+    sections, _ = _take_sections(text, limits, at_end=True)
     return sections
 
 

@@ -20,7 +20,7 @@ from xml.parsers import expat
 
 from textmill.config import CorpusConfig
 from textmill.corpus import records
-from textmill.corpus.document import Document, read_sections
+from textmill.corpus.document import Document, cut_into_sections, limits_of
 from textmill.corpus.encodings import SAMPLE_BYTES, find_binary_format, is_utf8, mark_length, resolve_encoding
 from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, describe_encoding_error
 from textmill.corpus.source import PACKAGES_ADVICE, Source, SourceChunk, format_from_name, missing_package
@@ -121,7 +121,7 @@ def decode_text(raw: bytes, encoding: str) -> str:
         text = body.decode(found)
     except UnicodeDecodeError as error:
         if found == "utf-8":
-            raise UnreadableRecord(describe_encoding_error(body, body[error.start], error.start)) from None
+            raise UnreadableRecord(describe_encoding_error(body, error.start)) from None
         raise UnreadableRecord(f"not {found}: byte 0x{body[error.start]:02x} at {error.start:,}") from None
     if text.count("\0") > len(text) // 100:
         raise UnreadableRecord("it has NUL bytes: not text, or in another encoding; set corpus.encoding")
@@ -138,19 +138,14 @@ def _read_file(source: Source) -> bytes:
 
 def _cut_text(text: str, name: str, config: CorpusConfig, meta: str | None) -> Iterator[Document]:
     """The documents that `corpus.documents` makes of a text."""
-    from textmill.corpus.formats.text import segment_limits
-
     unit = config.documents
     if unit == "file" or text.isspace() or not text:
         yield Document(text, name, "file", meta)
         return
-    parts = text.splitlines() if unit == "line" else read_sections(_as_stream(text), segment_limits(config))
+    limits = limits_of(unit, config.section_chars)
+    parts = text.splitlines() if unit == "line" else cut_into_sections(text, limits)
     for number, part in enumerate(parts, 1):
         yield Document(part, name, f"{unit} {number}", meta)
-
-
-def _as_stream(text: str) -> io.BufferedReader:
-    return io.BufferedReader(io.BytesIO(text.encode()))
 
 
 # Files that are zips of XML: DOCX, ODT and EPUB

@@ -26,7 +26,7 @@ from urllib.request import getproxies
 
 from textmill.config import CorpusConfig, NamedSource
 from textmill.corpus.archives import find_members, member_state
-from textmill.corpus.document import Document, cut_into_sections
+from textmill.corpus.document import Document, SectionLimits, cut_into_sections, limits_of
 from textmill.corpus.document_files import describe_unread_documents, format_from_content, read_document
 from textmill.corpus.records import RAW_BYTES, BadRecord, chunk_bytes_of
 from textmill.corpus.source import (
@@ -584,7 +584,7 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
                 record = _place_in_part(record, chunk.source.part[0])
             place = record.place if isinstance(record, BadRecord) else record.id
             if config.cut_records and isinstance(record, Document):
-                yield from _cut_record(record, config.section_chars)
+                yield from _cut_record(record, limits_of("section", config.section_chars))
             else:
                 yield record
     except BrokenStream as error:
@@ -603,9 +603,9 @@ def _place_in_part(record: Document | BadRecord, start: int) -> Document | BadRe
     return replace(record, id=f"{record.id} after byte {start}")
 
 
-def _cut_record(record: Document, size: int) -> Iterator[Document]:
+def _cut_record(record: Document, limits: SectionLimits) -> Iterator[Document]:
     """The sections of a record; a short record is its only section."""
-    sections = cut_into_sections(record.text, size)
+    sections = cut_into_sections(record.text, limits)
     if len(sections) < 2:
         yield record
         return

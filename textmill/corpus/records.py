@@ -15,7 +15,7 @@ from pathlib import Path
 from textmill.corpus.document import READ_BYTES
 from textmill.corpus.encodings import suggest_encoding
 from textmill.corpus.source import ChunkRange, Damage, Source, SourceChunk
-from textmill.corpus.streams import is_remote, is_splittable, open_stream
+from textmill.corpus.streams import is_splittable, open_stream
 
 CHUNK_BYTES = 64 << 20
 MIN_CHUNK_BYTES = 4 << 20
@@ -85,14 +85,12 @@ def chunk_bytes_of(total: int) -> int:
 
 def line_ranges(source: Source, chunk_bytes: int) -> Iterator[ChunkRange] | None:
     """Ranges of complete lines, about `chunk_bytes` each; None if the file cannot be split."""
-    if is_remote(source.address):
-        return None
-    size = os.path.getsize(source.address)
-    return _line_ranges(source.path, size, chunk_bytes) if size > chunk_bytes and is_splittable(source) else None
+    return _line_ranges(source.path, chunk_bytes) if is_splittable(source) else None
 
 
-def _line_ranges(path: Path, size: int, chunk_bytes: int) -> Iterator[ChunkRange]:
+def _line_ranges(path: Path, chunk_bytes: int) -> Iterator[ChunkRange]:
     """Yield (start, stop, number of the first line), cut at the first line end after `chunk_bytes` bytes."""
+    size = os.path.getsize(path)
     with open(path, "rb") as stream:
         start = 0
         first = 1
@@ -127,12 +125,21 @@ def decode_utf8(raw: bytes) -> str:
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        raise UnreadableRecord(describe_encoding_error(raw, error.object[error.start], error.start)) from None
+        raise UnreadableRecord(describe_encoding_error(error.object, error.start)) from None
 
 
-def describe_encoding_error(raw: bytes, byte: int, place: int) -> str:
-    """The error message for bytes that are not UTF-8."""
-    problem = f"{NOT_UTF8}: byte 0x{byte:02x} at {place:,}"
+def check_utf8(text: str) -> None:
+    """Refuse a text in which bytes that are not UTF-8 have become lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raw = text.encode(errors="surrogateescape")
+        raise UnreadableRecord(describe_encoding_error(raw, len(text[: error.start].encode()))) from None
+
+
+def describe_encoding_error(raw: bytes, place: int) -> str:
+    """The error message for bytes of which the one at `place` is not UTF-8."""
+    problem = f"{NOT_UTF8}: byte 0x{raw[place]:02x} at {place:,}"
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return problem + f"{ENCODING_HINT} UTF-16: set corpus.encoding=utf-16"
     if found := suggest_encoding(raw):

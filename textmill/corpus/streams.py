@@ -58,8 +58,8 @@ def open_raw(address: str) -> BinaryIO:
         return open(address, "rb", buffering=BUFFER_BYTES)
     if is_member(address):
         member = open_member(address)
-        return io.BufferedReader(_BlockStream(member.read, member), BUFFER_BYTES)
-    return io.BufferedReader(_BlockStream(_RemoteReader(address).read1), BUFFER_BYTES)
+        return _buffered(member.read, member)
+    return _buffered(_RemoteReader(address).read1)
 
 
 def open_seekable(address: str) -> Any:
@@ -109,7 +109,7 @@ def open_source(source: Source) -> io.BufferedReader:
     if source.damage is None:
         return stream
     intact = _FirstBytes(stream, source.damage.intact_bytes, BrokenStream(source.damage.reason))
-    return io.BufferedReader(_BlockStream(intact.read1, stream), BUFFER_BYTES)
+    return _buffered(intact.read1, stream)
 
 
 def _open_small_file(source: Source) -> io.BufferedReader | None:
@@ -139,7 +139,7 @@ def _open_part(address: str, start: int, stop: int) -> BinaryIO:
         # Of compressed data the end is missing, of other data a part of the last line.
         is_compressed = stored_name(address).endswith(COMPRESSIONS)
         first = _FirstBytes(raw, stop, None if is_compressed else EOFError("the part ends here"))
-        return io.BufferedReader(_BlockStream(first.read1, raw), BUFFER_BYTES)
+        return _buffered(first.read1, raw)
     try:
         with open_seekable(address) as stream:
             stream.seek(start)
@@ -159,7 +159,7 @@ def decompress(raw: BinaryIO, address: str, reopen: Callable[[], BinaryIO] | Non
             if extension == ".zst"
             else _MemberReader(raw, extension)
         )
-        return io.BufferedReader(_BlockStream(reader.read1, raw, reader), BUFFER_BYTES)
+        return _buffered(reader.read1, raw, reader)
     return stored
 
 
@@ -177,12 +177,10 @@ def open_stream(source: Source, *, by_line: bool = False) -> io.BufferedReader:
     encoding = resolve_encoding(source.encoding, head)
     if encoding != "utf-8":
         raw.read(mark_length(head))
-        raw = io.BufferedReader(_BlockStream(_Transcoder(raw, encoding).read1, raw), BUFFER_BYTES)
+        raw = _buffered(_Transcoder(raw, encoding).read1, raw)
     if by_line and b"\r" in (head := raw.peek(SAMPLE_BYTES)) and b"\n" not in head:
         stream = raw
-        raw = io.BufferedReader(
-            _BlockStream(lambda size: stream.read1(size).replace(b"\r", b"\n"), stream), BUFFER_BYTES
-        )
+        raw = _buffered(lambda size: stream.read1(size).replace(b"\r", b"\n"), stream)
     return raw
 
 
@@ -210,6 +208,12 @@ def is_plain_utf8(source: Source) -> bool:
     return find_binary_format(head) is None and resolve_encoding(source.encoding, head) == "utf-8"
 
 
+def _buffered(
+    read1: Callable[[int], bytes], underlying: BinaryIO | None = None, reader: _MemberReader | _ZstdReader | None = None
+) -> io.BufferedReader:
+    return io.BufferedReader(_BlockStream(read1, underlying, reader), BUFFER_BYTES)
+
+
 class _BlockStream(io.RawIOBase):
     """A raw stream over a block reader.
 
@@ -217,10 +221,7 @@ class _BlockStream(io.RawIOBase):
     """
 
     def __init__(
-        self,
-        read1: Callable[[int], bytes],
-        underlying: BinaryIO | None = None,
-        reader: _MemberReader | _ZstdReader | None = None,
+        self, read1: Callable[[int], bytes], underlying: BinaryIO | None, reader: _MemberReader | _ZstdReader | None
     ) -> None:
         self.read1 = read1
         self.underlying = underlying

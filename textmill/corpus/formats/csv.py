@@ -17,14 +17,7 @@ from typing import Literal
 from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
-from textmill.corpus.records import (
-    RAW_BYTES,
-    BadRecord,
-    UnreadableRecord,
-    check_line_length,
-    describe_encoding_error,
-    read_lines,
-)
+from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, check_line_length, check_utf8, read_lines
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.streams import read_head, stored_name
 from textmill.corpus.text_fields import TextFields, parse_text_key
@@ -59,7 +52,9 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                     continue
             if len(row) != len(header):
                 raise UnreadableRecord(f"found {len(row)} fields; the header has {len(header)}: {header[:12]}")
-            value = {name: _text(field) for name, field in zip(header, row, strict=True)}
+            for field in row:
+                check_utf8(field)
+            value = dict(zip(header, row, strict=True))
         except StopIteration:
             return
         except csv.Error as error:
@@ -136,7 +131,9 @@ def _column_names(row: list[str], dialect: Dialect, fields: TextFields) -> list[
     """The names in the header; of equal names that are not read, all but the first get a number."""
     if not dialect.header:
         return column_names(len(row))
-    names = [_text(name).strip() for name in row]
+    for name in row:
+        check_utf8(name)
+    names = [name.strip() for name in row]
     seen: Counter[str] = Counter()
     read_columns = fields.columns(names)
     for place, name in enumerate(names):
@@ -156,17 +153,6 @@ def _column_names(row: list[str], dialect: Dialect, fields: TextFields) -> list[
 def column_names(count: int) -> list[str]:
     """The names of columns without a header; a single column is the text."""
     return [f"column{number}" for number in range(1, count + 1)] if count > 1 else ["text"]
-
-
-def _text(field: str) -> str:
-    try:
-        field.encode()
-    except UnicodeEncodeError as error:
-        raw = field.encode(errors="surrogateescape")
-        raise UnreadableRecord(
-            describe_encoding_error(raw, ord(field[error.start]) & 0xFF, len(field[: error.start].encode()))
-        ) from None
-    return field
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,19 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus import records
-from textmill.corpus.document import READ_BYTES, Document, SectionLimits, read_sections, section_limits
+from textmill.corpus.document import READ_BYTES, Document, limits_of, read_sections
 from textmill.corpus.records import (
     RAW_BYTES,
     BadRecord,
     UnreadableRecord,
     check_line_length,
+    check_utf8,
     decode_utf8,
-    describe_encoding_error,
     line_ranges,
     read_lines,
 )
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.streams import open_stream
-
-MAX_BLOCK_CHARACTERS = 8 << 20
-"""A block between blank lines is cut after this many characters."""
 
 
 def ranges(source: Source, document_unit: str, chunk_bytes: int) -> Iterator[ChunkRange] | None:
@@ -37,13 +34,6 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
         yield _file_record(chunk)
     else:
         yield from _segment_records(chunk, config)
-
-
-def segment_limits(config: CorpusConfig) -> SectionLimits:
-    """The limits of sections, or of blocks between blank lines."""
-    if config.documents == "section":
-        return section_limits(config.section_chars)
-    return 1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS
 
 
 def _line_records(chunk: SourceChunk) -> Iterator[Document | BadRecord]:
@@ -78,23 +68,18 @@ def _file_record(chunk: SourceChunk) -> Document | BadRecord:
 
 
 def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
+    limits = limits_of(config.documents, config.section_chars)
     with open_stream(chunk.source) as stream:
-        for number, text in enumerate(read_sections(stream, segment_limits(config)), 1):
+        for number, text in enumerate(read_sections(stream, limits), 1):
             yield _segment_record(text, chunk.source.name, f"{config.documents} {number}")
 
 
 def _segment_record(text: str, name: str, place: str) -> Document | BadRecord:
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
+        check_utf8(text)
+        if text.startswith("\0") and not text.strip("\0\r\n"):
+            raise UnreadableRecord("nothing but NUL bytes")
+    except UnreadableRecord as error:
         raw = text.encode(errors="surrogateescape")
-        return BadRecord(
-            name,
-            place,
-            describe_encoding_error(raw, ord(text[error.start]) & 0xFF, len(text[: error.start].encode())),
-            raw[:RAW_BYTES],
-            len(raw),
-        )
-    if text.startswith("\0") and not text.strip("\0\r\n"):
-        return BadRecord(name, place, "nothing but NUL bytes", text[:RAW_BYTES].encode(), len(text))
+        return BadRecord(name, place, str(error), raw[:RAW_BYTES], len(raw))
     return Document(text, name, place)
