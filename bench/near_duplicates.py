@@ -18,16 +18,14 @@ import time
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from textmill.config import RunConfig
 from textmill.corpus.dedup.near_duplicates import Clusters
-from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_texts
+from textmill.corpus.shards import open_corpus
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LANGUAGES = ("en", "ko", "tr", "zh")
@@ -173,9 +171,7 @@ def measure_planted(documents: int = 10_000, threshold: float = 0.8) -> None:
         start = time.perf_counter()
         folder = prepare_corpus(Path(position, "texts"), Path(position), 2, dedup_threshold=threshold)
         seconds = time.perf_counter() - start
-        shards = [shard for split in SPLITS for shard in list_shards(folder, split)]
-        kept = chain.from_iterable(batch for shard in shards for batch in read_texts(shard))
-        found = measure(texts, kept, threshold)
+        found = measure(texts, (document.text for document in open_corpus(folder)), threshold)
     print(f"{len(texts):,} documents, threshold {threshold}: {found.expected:,} duplicates, {found.dropped:,} dropped")
     print(f"precision {found.precision:.4f}, recall {found.recall:.4f}, {len(texts) / seconds:,.0f} documents/s")
     assert min(found.precision, found.recall) >= 0.98

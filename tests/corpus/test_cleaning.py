@@ -11,9 +11,8 @@ import pytest
 
 from textmill.config import RunConfig
 from textmill.corpus.clean.rules import RULES
-from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 
 GOOD = "The mill by the river had been silent for years when the two brothers came back to open its doors."
 TEXTS = [
@@ -52,7 +51,7 @@ def prepare_corpus(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[
     out = prepare(
         RunConfig.model_validate({"folder": str(folder / "out"), "corpus": settings, "runner": {"workers": 1}})
     )
-    kept = [row.text for split in SPLITS for path in list_shards(out, split) for row in read_documents(path)]
+    kept = [row.text for row in open_corpus(out)]
     return json.loads((out / "account.json").read_text()), kept
 
 

@@ -16,7 +16,7 @@ from textmill.config import RunConfig
 from textmill.corpus.conversations import read_conversation, turns_from_json, turns_to_json
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import UnreadableRecord
-from textmill.corpus.shards import list_shards, read_documents, read_texts
+from textmill.corpus.shards import list_shards, open_corpus
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 
@@ -104,9 +104,13 @@ def prepare_documents(folder: Path, sources: list[str], **corpus: Any) -> list[l
     config = RunConfig.model_validate(
         {"folder": str(folder / "out"), "corpus": {"sources": sources, "split": [1, 0, 0], **corpus}}
     )
-    shards = list_shards(prepare(config), "train")
-    found = [turns_from_json(row) for path in shards for row in pq.read_table(path).column("messages").to_pylist()]
-    assert found == [list(document.turns or ()) for path in shards for document in read_documents(path)]
+    folder = prepare(config)
+    found = [
+        turns_from_json(row)
+        for path in list_shards(folder, "train")
+        for row in pq.read_table(path).column("messages").to_pylist()
+    ]
+    assert found == [list(document.turns or ()) for document in open_corpus(folder, "train")]
     return found
 
 
@@ -135,12 +139,9 @@ def test_prepare_reads_conversations_from_every_format(kind: str, tmp_path: Path
         [rows[1]["Q"], rows[1]["A"]],
         ["no answer", ""],
     ]
-    assert [
-        text
-        for path in list_shards(tmp_path / "out" / "corpus", "train")
-        for batch in read_texts(path)
-        for text in batch
-    ] == ["\n".join(text for _, text in turns) for turns in found]
+    assert [document.text for document in open_corpus(tmp_path / "out" / "corpus", "train")] == [
+        "\n".join(text for _, text in turns) for turns in found
+    ]
     account = read_json(tmp_path / "out" / "corpus" / "account.json")
     assert (account["records"], account["kept"]) == (3, 3)
     assert account["changed"]["newlines"] == 1

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
-from textmill.corpus import prepare as prepare_module
+from textmill.corpus import shards
 from textmill.corpus.chunk_task import ChunkTask
 from textmill.corpus.dedup.decisions import find_kept_equals, keep_one_per_cluster, smallest_members
 from textmill.corpus.find_sources import find_sources, split_into_chunks
@@ -80,7 +80,7 @@ def peak_memory(function: Callable[[], Any]) -> int:
 @pytest.mark.long
 def test_memory_of_reading_is_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be split is one chunk, however long it is."""
-    monkeypatch.setattr(prepare_module, "BUFFER_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(shards, "BUFFER_CHARACTERS", 1 << 14)
     monkeypatch.setattr("textmill.corpus.shards.GROUP_BYTES", 1 << 14)
     peaks = []
     for count in (10, 9_000, 18_000):  # what is imported is counted for the first

@@ -28,7 +28,7 @@ from textmill.corpus.clean.filters import (
 )
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.errors import TextmillError
 
 TEXTS = {
@@ -195,9 +195,7 @@ def test_url_filter_works_without_keeping_the_field(
         Path(name).write_text("\n".join(map(json.dumps, PAGES)))
     corpus = {"sources": [name], "block_urls": ["bad.com"], "keep_fields": keep, "split": [1.0, 0.0, 0.0]}
     folder = prepare(RunConfig.model_validate({"folder": "out", "corpus": corpus, "runner": {"workers": 1}}))
-    found = [
-        (document.text, document.meta) for shard in list_shards(folder, "train") for document in read_documents(shard)
-    ]
+    found = [(document.text, document.meta) for document in open_corpus(folder, "train")]
     assert found == [("kept", '{"url": "https://good.org/a"}' if keep else None), ("no address", None)]
     assert json.loads((folder / "account.json").read_text())["dropped"] == {"url": 1}
 

@@ -26,7 +26,7 @@ from textmill.corpus.find_sources import find_sources, source_state
 from textmill.corpus.formats import mongo
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.corpus.source import Source, SourceChunk
 from textmill.errors import TextmillError
 
@@ -212,14 +212,14 @@ def test_prepare_reads_conversations(database: MongoDatabase, tmp_path: Path) ->
     source = f"mongo:{database.write_config('chat.json', COLLECTIONS=['chat'])}"
     corpus = CorpusConfig(sources=[source], split=[1.0], chat="pairs")
     folder = prepare(RunConfig(folder=str(tmp_path), corpus=corpus, runner=LocalRunner(workers=1)))
-    found = [document.turns for path in list_shards(folder, "train") for document in read_documents(path)]
+    found = [document.turns for document in open_corpus(folder, "train")]
     assert sorted(found) == sorted((("user", f"question {idx}"), ("assistant", f"answer {idx}")) for idx in range(20))
 
 
 def test_prepare_reads_collections_and_writes_no_address(database: MongoDatabase, tmp_path: Path) -> None:
     corpus = CorpusConfig(sources=[f"mongo:{database.config}"], split=[1.0])
     folder = prepare(RunConfig(folder=str(tmp_path), corpus=corpus, runner=LocalRunner(workers=1)))
-    found = [document for path in list_shards(folder, "train") for document in read_documents(path)]
+    found = list(open_corpus(folder, "train"))
     assert [document.text for document in found] == EXPECTED_TEXTS
     assert json.loads((folder / "account.json").read_text())["records"] == len(EXPECTED_TEXTS)
     host = database.address.partition("://")[2]

@@ -18,7 +18,7 @@ from textmill.corpus.find_sources import find_sources, source_state, split_into_
 from textmill.corpus.formats import mongo
 from textmill.corpus.formats.mongo import PROBES, read
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.corpus.source import Source
 from textmill.errors import TextmillError
 
@@ -81,7 +81,7 @@ def test_prepare_ignores_documents_added_later(
         runner=LocalRunner(workers=1),
     )
     folder = prepare(config)
-    assert [document.text for path in list_shards(folder, "train") for document in read_documents(path)] == EXPECTED
+    assert [document.text for document in open_corpus(folder, "train")] == EXPECTED
     with pytest.raises(TextmillError, match=r"was made from other settings or inputs: the source mongo:.* has changed"):
         prepare(config)
 

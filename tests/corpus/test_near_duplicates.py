@@ -37,8 +37,9 @@ from textmill.corpus.dedup.minhash import (
     sketch,
 )
 from textmill.corpus.dedup.near_duplicates import Clusters, find_candidate_pairs
+from textmill.corpus.document import Split
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.counters import mix
 from textmill.errors import TextmillError
 
@@ -196,11 +197,8 @@ def config_of(folder: str = "out", workers: int = 1, **corpus: Any) -> RunConfig
     return RunConfig.model_validate({"folder": folder, "corpus": corpus, "runner": {"workers": workers}})
 
 
-def read_kept(folder: Path, split: str | None = None) -> Iterator[str]:
-    for side in ("train", "valid", "test"):
-        if split in (None, side):
-            for shard in list_shards(folder, side):  # type: ignore[arg-type]
-                yield from (document.text for document in read_documents(shard))
+def read_kept(folder: Path, split: Split | None = None) -> Iterator[str]:
+    yield from (document.text for document in open_corpus(folder, split))
 
 
 def content(folder: Path) -> dict[str, bytes]:

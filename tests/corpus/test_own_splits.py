@@ -18,7 +18,7 @@ from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.formats.mongo import find as find_in_mongo
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
@@ -36,8 +36,7 @@ def prepared(folder: Path, *sources: str, **corpus: Any) -> dict[str, list[str]]
     train = {"layout": "labelled", "length": 32} if "labels" in corpus else {}
     tree = {"folder": str(folder), "corpus": {"sources": list(sources), **corpus}, "train": train}
     done = prepare(RunConfig.model_validate(tree))
-    shards = {split: list_shards(done, split) for split in SPLITS}
-    return {split: [row.text for path in paths for row in read_documents(path)] for split, paths in shards.items()}
+    return {split: [row.text for row in open_corpus(done, split)] for split in SPLITS}
 
 
 def expected() -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from textmill.corpus import find_sources, records
 from textmill.corpus import prepare as prepare_module
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.errors import TextmillError
 
 LINES = [
@@ -56,7 +56,7 @@ def file_contents(folder: Path) -> dict[str, bytes]:
 
 
 def documents(folder: Path) -> dict[str, list[Document]]:
-    return {split: [row for path in list_shards(folder, split) for row in read_documents(path)] for split in SPLITS}
+    return {split: list(open_corpus(folder, split)) for split in SPLITS}
 
 
 def test_account(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

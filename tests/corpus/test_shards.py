@@ -22,7 +22,6 @@ from textmill.corpus.shards import (
     open_corpus,
     read_documents,
     read_groups,
-    read_texts,
     shard_name,
 )
 from textmill.errors import TextmillError
@@ -47,9 +46,6 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / shard_name("train", 3)
     write(path, documents(2350))
     assert list(read_documents(path)) == documents(2350)
-    batches = list(read_texts(path))
-    assert [text for batch in batches for text in batch] == [document.text for document in documents(2350)]
-    assert max(map(len, batches)) <= shards.BATCH_ROWS
     assert pq.ParquetFile(path).num_row_groups == 5
 
 
@@ -98,21 +94,21 @@ def test_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
             del data[rng.randrange(len(data)) :]
         path.write_bytes(data)
         try:
-            texts = [text for batch in read_texts(path) for text in batch]
+            found = list(read_documents(path))
         except TextmillError as error:
             messages.append(str(error))
         else:
-            assert texts == [document.text for document in documents(300)]
+            assert found == documents(300)
     assert len(messages) > 100
     assert all(message.startswith(f"{path}: ") for message in messages)
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match="no such file; create the corpus with: textmill prepare"):
-        list(read_texts(tmp_path / "gone.parquet"))
+        list(read_documents(tmp_path / "gone.parquet"))
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(TextmillError, match=r"not a corpus shard; found the columns \['body'\]"):
-        list(read_texts(tmp_path / "b.parquet"))
+        list(read_documents(tmp_path / "b.parquet"))
 
 
 def test_groups_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from textmill.corpus import find_sources
 from textmill.corpus.document import SPLITS
 from textmill.corpus.dropped import read_dropped
 from textmill.corpus.prepare import name_entries, prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 
 COUNT = 300
 TEXTS = [f"{number} " + "mill " * (number % 7 + 1) for number in range(COUNT - 1)] + ["short"]
@@ -45,8 +45,7 @@ def config_of(folder: str, sources: str, **corpus: Any) -> RunConfig:
 def origins(folder: Path) -> dict[tuple[str, str, str], str]:
     found = {}
     for split in SPLITS:
-        for path in list_shards(folder, split):
-            found.update({(split, row.source, row.id): row.text for row in read_documents(path)})
+        found.update({(split, row.source, row.id): row.text for row in open_corpus(folder, split)})
     return found
 
 

@@ -13,7 +13,7 @@ from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.dropped import read_dropped
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.errors import TextmillError
 
 
@@ -21,12 +21,7 @@ def prepared(folder: Path, sources: str, **corpus: Any) -> dict[tuple[str, str],
     """The split of each document, by its file and place."""
     settings = {"folder": str(folder / "corpus"), "sources": [sources], "split": [8, 1, 1], **corpus}
     made = prepare(RunConfig.model_validate({"corpus": settings, "runner": {"workers": 1}}))
-    return {
-        (Path(row.source).name, row.id): split
-        for split in SPLITS
-        for path in list_shards(made, split)
-        for row in read_documents(path)
-    }
+    return {(Path(row.source).name, row.id): split for split in SPLITS for row in open_corpus(made, split)}
 
 
 IN_ORDER = ["train", "valid", "test", "train"]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from textmill.config import RunConfig
 from textmill.corpus import find_sources
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_texts
+from textmill.corpus.shards import open_corpus
 from textmill.errors import TextmillError
 from textmill.runners import open_runner
 from textmill.tokens.tokenize import tokenize
@@ -202,9 +202,7 @@ def test_the_report_counts_by_language(tiny_texts: Path, tmp_path: Path, capsys:
     prepare(config)
     folder = fit_tokenizer(config)
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    texts = [
-        text for shard in list_shards(tmp_path / "corpus", "valid") for batch in read_texts(shard) for text in batch
-    ]
+    texts = [document.text for document in open_corpus(tmp_path / "corpus", "valid")]
     tokenizer = open_tokenizer(folder)
     ids = [id_ for text in texts for id_ in tokenizer.encode(text)]
     words = sum(len(text.split()) for text in texts)

@@ -13,7 +13,7 @@ from textmill.config import RunConfig
 from textmill.corpus import find_sources, records, shards
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import open_corpus
 from textmill.errors import TextmillError
 from textmill.storage.stages import open_manifest
 from textmill.tokens import tokenize as tokenize_module
@@ -57,7 +57,7 @@ def made(config: RunConfig) -> Path:
 
 
 def documents(root: str, split: Any) -> list[Document]:
-    return [row for path in list_shards(Path(root) / "corpus", split) for row in read_documents(path)]
+    return list(open_corpus(Path(root) / "corpus", split))
 
 
 def reference(root: str) -> Tokenizer:

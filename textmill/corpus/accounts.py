@@ -13,6 +13,8 @@ from textmill.corpus.document import SPLITS
 from textmill.storage.files import format_path
 
 Counts = dict[str, Any]
+AMOUNTS = ("documents", "bytes", "characters")
+"""What is counted of each split."""
 
 
 def build_account(sources: Iterable[str], read: Iterable[dict[str, Counts]], written: Iterable[Counts]) -> Counts:
@@ -21,7 +23,7 @@ def build_account(sources: Iterable[str], read: Iterable[dict[str, Counts]], wri
     `sources`: the name that each source is counted under.
     """
     by_source: dict[str, Counts] = {}
-    by_split: dict[str, Counts] = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in SPLITS}
+    by_split: dict[str, Counts] = {split: dict.fromkeys(AMOUNTS, 0) for split in SPLITS}
     for name in sources:
         by_source.setdefault(name, _empty_counts())["files"] += 1
     for counts_by_source in read:

@@ -13,14 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from textmill.config import CorpusConfig
-from textmill.corpus.accounts import Counts, build_account
+from textmill.corpus.accounts import AMOUNTS, Counts, build_account
 from textmill.corpus.document import SPLITS, Document, Split
 from textmill.corpus.find_sources import read_records, split_into_chunks
 from textmill.corpus.records import (
@@ -31,7 +28,7 @@ from textmill.corpus.records import (
     format_place,
     read_lines,
 )
-from textmill.corpus.shards import SCHEMA, ShardWriter, list_shards, new_shard, read_documents, shard_name
+from textmill.corpus.shards import RowWriter, list_shards, new_row_shard, read_documents, shard_name
 from textmill.corpus.source import Source
 from textmill.corpus.split import SourceSplits, assign_split, text_digest
 from textmill.corpus.text_fields import RECORD
@@ -52,7 +49,6 @@ Record = dict[str, Any]
 SHOWN_CHARACTERS = 40
 """Characters of a text in an error message."""
 DOCUMENT_START = "-DOCSTART-"
-BATCH_ROWS = 1024
 MANY_LABELS = 100
 """From this many labels on, as many labels as half of the examples mean that the key is wrong."""
 
@@ -127,7 +123,7 @@ def build_labelled(
     labels = LabelSet()
     split_counts: list[Counts] = []
     with ExitStack() as stack:
-        shards = {split: stack.enter_context(new_shard(folder / shard_name(split, 0))) for split in SPLITS}
+        shards = {split: stack.enter_context(new_row_shard(folder / shard_name(split, 0))) for split in SPLITS}
         for source, ratios in zip(sources, source_splits.ratios, strict=True):
             examples = read_examples(source, task, config)
             split_counts.append(_write_examples(examples, task, ratios, shards, labels))
@@ -145,28 +141,21 @@ def build_labelled(
 
 
 def _write_examples(
-    examples: Iterator[Example],
-    task: str,
-    ratios: Sequence[float],
-    shards: Mapping[Split, ShardWriter],
-    labels: LabelSet,
+    examples: Iterator[Example], task: str, ratios: Sequence[float], shards: Mapping[Split, RowWriter], labels: LabelSet
 ) -> Counts:
     """Write the examples of a source to the shards of their splits; return what each split got.
 
     A hash of its text decides the split of an example, by the ratios of its source."""
-    amounts = {split: Counter(documents=0, bytes=0, characters=0) for split in SPLITS}
-    while block := list(islice(examples, BATCH_ROWS)):
-        documents: dict[Split, list[Document]] = {split: [] for split in SPLITS}
-        for example in block:
-            split = assign_split(_digest(example, task), ratios)
-            labels.add(example, split)
-            document = example.to_document(task)
-            amounts[split].update(documents=1, bytes=len(document.text.encode()), characters=len(document.text))
-            documents[split].append(document)
-        for split, rows in documents.items():
-            columns = [[getattr(row, name) for row in rows] for name in SCHEMA.names]
-            shards[split].add(pa.table(columns, schema=SCHEMA))
-    return {split: dict(counter) for split, counter in amounts.items()}
+    amounts: Counts = {split: dict.fromkeys(AMOUNTS, 0) for split in SPLITS}
+    for example in examples:
+        split = assign_split(_digest(example, task), ratios)
+        labels.add(example, split)
+        document = example.to_document(task)
+        amounts[split]["documents"] += 1
+        amounts[split]["bytes"] += len(document.text.encode())
+        amounts[split]["characters"] += len(document.text)
+        shards[split].add((document.text, document.source, document.id, document.meta), len(document.text))
+    return amounts
 
 
 def _digest(example: Example, task: str) -> bytes:

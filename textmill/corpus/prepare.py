@@ -21,8 +21,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain, count, groupby, islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig
 from textmill.config.own_files import open_own_file
-from textmill.corpus.accounts import Counts, build_account, format_account
+from textmill.corpus.accounts import AMOUNTS, Counts, build_account, format_account
 from textmill.corpus.chunk_task import DROPPED, ChunkTask
 from textmill.corpus.clean.cleaner import Cleaner, check_packages
 from textmill.corpus.clean.quality import MAX_SAMPLES, open_quality, save_quality, train_quality
@@ -69,7 +69,7 @@ from textmill.corpus.find_sources import (
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord, chunk_bytes_of
-from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, shard_name
+from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, new_row_shard, new_shard, shard_name
 from textmill.corpus.source import DOCUMENT_FORMATS, ONE_TEXT_FORMATS, Damage, Source, SourceChunk
 from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
@@ -102,10 +102,6 @@ FILTER_FILE = "corpus.filter.py.txt"
 CLEANED_SCHEMA = pa.schema(
     [("text", pa.string()), ("id", pa.string()), ("meta", pa.string()), ("messages", pa.string())]
 )
-BUFFER_CHARACTERS = 4 << 20
-"""Characters collected before they are written."""
-AMOUNTS = ("documents", "bytes", "characters")
-"""What is counted of each split."""
 SECTIONS_PER_FILE = 4
 """From so many documents of a file on, `prepare` reports that sections of one text are in several splits."""
 SHOWN_SOURCES = 5
@@ -329,9 +325,11 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
     with ExitStack() as stack:
         bad_records = stack.enter_context(atomic_writer(task.path("bad")))
         digests = stack.enter_context(atomic_writer(task.path("digests")))
-        cleaned = stack.enter_context(_new_table(task.path("parquet"), CLEANED_SCHEMA))
+        cleaned = stack.enter_context(new_row_shard(task.path("parquet"), CLEANED_SCHEMA, "lz4"))
         filtered = (
-            stack.enter_context(_new_table(task.path("filtered"), FILTERED_SCHEMA)) if config.keep_dropped else None
+            stack.enter_context(new_row_shard(task.path("filtered"), FILTERED_SCHEMA, "lz4"))
+            if config.keep_dropped
+            else None
         )
         fields = stack.enter_context(atomic_writer(task.path("fields"))) if ":" in config.split_by else None
         for number, (chunk, account) in enumerate(zip(task.chunks, task.accounts, strict=True)):
@@ -423,37 +421,6 @@ def _clean(record: Document, cleaner: Cleaner, config: CorpusConfig) -> tuple[st
     return split_lines(text) if split_lines and text is not None else text, None
 
 
-@dataclass
-class _TableWriter:
-    """Collects rows of texts, and writes them to a shard a few megabytes at a time."""
-
-    shard: ShardWriter
-    schema: pa.Schema
-    rows: list[tuple[str | int | None, ...]] = field(default_factory=list)
-    characters: int = 0
-
-    def add(self, row: tuple[str | int | None, ...], characters: int) -> None:
-        self.rows.append(row)
-        self.characters += characters
-        if self.characters >= BUFFER_CHARACTERS:
-            self.flush()
-
-    def flush(self) -> None:
-        columns = list(zip(*self.rows, strict=True)) or [()] * len(self.schema)
-        arrays = [pa.array(column, kind) for column, kind in zip(columns, self.schema.types, strict=True)]
-        self.shard.add(pa.table(arrays, schema=self.schema))
-        self.rows = []
-        self.characters = 0
-
-
-@contextmanager
-def _new_table(path: Path, schema: pa.Schema) -> Iterator[_TableWriter]:
-    with new_shard(path, schema, "lz4") as shard:
-        writer = _TableWriter(shard, schema)
-        yield writer
-        writer.flush()
-
-
 # Records that could not be read
 
 
@@ -508,7 +475,7 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
         return splits
     split_of_row = task.read_splits()
     present = {split: index for index, split in enumerate(SPLITS) if (split_of_row == index).any()}
-    splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in present}
+    splits = {split: dict.fromkeys(AMOUNTS, 0) for split in present}
     names = {split: shard_name(split, task.number) for split in present}
     source_names = pa.array(task.source_names, pa.string())
     source_of_row = task.sources_of_rows()
@@ -542,7 +509,7 @@ def _describe_inputs(
 ) -> dict[str, Any]:
     """The settings and input checksums that decide the result; the manifest records them."""
     # Of files their content matters, not how they are named.
-    left_out = ("corpus.sources", "corpus.decontaminate", "corpus.quality_")
+    left_out: tuple[str, ...] = ("corpus.sources", "corpus.decontaminate", "corpus.quality_")
     if config.dedup != "near":
         left_out += ("corpus.dedup_",)
     settings = {key: value for key, value in settings.items() if not key.startswith(left_out)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
@@ -26,6 +27,8 @@ GROUP_BYTES = 16 << 20
 GROUP_ROWS = 1 << 16
 """A row group ends at this many bytes or rows."""
 BATCH_ROWS = 1024
+BUFFER_CHARACTERS = 4 << 20
+"""Characters of single rows that are collected before they become a table."""
 CACHED_GROUPS = 4
 """Row groups kept in memory."""
 
@@ -96,17 +99,14 @@ def list_shards(folder: Path, split: Split) -> list[Path]:
 
 def read_documents(path: Path) -> Iterator[Document]:
     """Yield the documents of a shard."""
-    for batch in _batches(path, CHAT_SCHEMA.names):
-        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            fields = dict(zip(batch.schema.names, row, strict=True))
-            messages = fields.pop("messages", None)
-            yield Document(**fields, turns=tuple(turns_from_json(messages)) if messages else None)
-
-
-def read_texts(path: Path) -> Iterator[list[str]]:
-    """Yield the texts of a shard, in batches."""
-    for batch in _batches(path, ["text"]):
-        yield batch.column(0).to_pylist()
+    with open_shard(path) as shard:
+        names = _check_columns(path, shard, SCHEMA.names)
+        columns = [name for name in CHAT_SCHEMA.names if name in names]
+        for group in range(shard.num_row_groups):  # iter_batches would end early if a column is too short
+            for batch in shard.read_row_group(group, columns, use_threads=False).to_batches(BATCH_ROWS):
+                for row in batch.to_pylist():
+                    messages = row.pop("messages", None)
+                    yield Document(**row, turns=tuple(turns_from_json(messages)) if messages else None)
 
 
 def count_group_rows(path: Path) -> list[int]:
@@ -168,14 +168,6 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
         ) from None
 
 
-def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
-    with open_shard(path) as shard:
-        names = _check_columns(path, shard, columns)
-        yield from shard.iter_batches(
-            batch_size=BATCH_ROWS, columns=[name for name in columns if name in names], use_threads=False
-        )
-
-
 def _check_columns(path: Path, shard: pq.ParquetFile, columns: list[str]) -> list[str]:
     names: list[str] = shard.schema_arrow.names
     missing = set(columns) - {*names, "messages"}  # only conversations have messages
@@ -195,6 +187,15 @@ def new_shard(path: Path, schema: pa.Schema = SCHEMA, compression: str = "zstd")
         shard = ShardWriter(writer)
         yield shard
         shard.flush()
+
+
+@contextmanager
+def new_row_shard(path: Path, schema: pa.Schema = SCHEMA, compression: str = "zstd") -> Iterator[RowWriter]:
+    """Open a new shard for writing single rows."""
+    with new_shard(path, schema, compression) as shard:
+        writer = RowWriter(shard, schema)
+        yield writer
+        writer.flush()
 
 
 class ShardWriter:
@@ -219,3 +220,26 @@ class ShardWriter:
             table = pa.concat_tables(self.pending).combine_chunks()
             self.writer.write_table(table, row_group_size=max(table.num_rows, 1))
             self.pending = []
+
+
+@dataclass
+class RowWriter:
+    """Collects rows of texts, and gives them to a shard a few megabytes at a time."""
+
+    shard: ShardWriter
+    schema: pa.Schema
+    rows: list[tuple[str | int | None, ...]] = field(default_factory=list)
+    characters: int = 0
+
+    def add(self, row: tuple[str | int | None, ...], characters: int) -> None:
+        self.rows.append(row)
+        self.characters += characters
+        if self.characters >= BUFFER_CHARACTERS:
+            self.flush()
+
+    def flush(self) -> None:
+        columns = list(zip(*self.rows, strict=True)) or [()] * len(self.schema)
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, self.schema.types, strict=True)]
+        self.shard.add(pa.table(arrays, schema=self.schema))
+        self.rows = []
+        self.characters = 0
