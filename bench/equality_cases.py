@@ -152,7 +152,7 @@ GENERATE = {
     "sampled": "sample.temperature=0.9 sample.top_k=50 sample.top_p=0.95 sample.max_tokens=40 sample.count=3",
     "penalties": "sample.temperature=0.8 sample.min_p=0.01 sample.repetition_penalty=1.2 "
     "sample.presence_penalty=0.2 sample.frequency_penalty=0.1 sample.max_tokens=40 sample.seed=7",
-    "beams": "sample.beams=3 sample.length_penalty=0.8 sample.max_tokens=20",
+    "beams": "sample.beams=3 sample.max_tokens=20",
 }
 EVALUATE = {
     "perplexity": "evaluate.tasks=[perplexity] evaluate.stride=16",

@@ -33,7 +33,6 @@ def expected_beams(theirs: Any, ids: list[int], sample: SampleConfig, end: int) 
     """Return the new tokens of the `sample.count` best beams by transformers, without the end token."""
     options = {
         "num_beams": sample.beams,
-        "length_penalty": sample.length_penalty,
         "max_new_tokens": sample.max_tokens,
         "do_sample": False,
         "min_new_tokens": sample.min_tokens,
@@ -55,7 +54,6 @@ def test_best_beam_equals_transformers(generator: Generator, theirs: Any, number
     tokenizer = generator.tokenizer
     sample = SampleConfig(
         beams=dice.choice([2, 3, 5]),
-        length_penalty=dice.choice([-1.0, 0.0, 0.6, 1.0, 2.0]),
         max_tokens=dice.choice([8, 20]),
         min_tokens=dice.choice([0, 0, 4]),
         repetition_penalty=dice.choice([1.0, 1.0, 1.3]),

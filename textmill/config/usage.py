@@ -174,8 +174,6 @@ class SampleConfig(Section):
     """A file with a JSON schema, which every new text then follows."""
     beams: int = Field(1, ge=1, le=64)
     """Above 1: beam search with this many beams instead of sampling."""
-    length_penalty: float = Field(1.0, ge=-100, le=100)
-    """Beam search: above 0 prefers longer texts, below 0 shorter ones."""
     slide_context: bool = True
     """Past the model's longest context, continue with its last half as context; false: stop there."""
     seed: int = Field(1234, ge=0, lt=2**63)

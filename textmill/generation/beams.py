@@ -7,7 +7,6 @@ stops when no running text is better than the finished ones.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,9 +33,9 @@ class Beam:
     logprob: float
     slot: int = 0
 
-    def score(self, length_penalty: float) -> float:
-        """Return the length-normalised score, by which finished texts are compared."""
-        return self.logprob / math.pow(len(self.ids), length_penalty)
+    def score(self) -> float:
+        """The mean log-probability of its tokens, by which finished texts are compared."""
+        return self.logprob / len(self.ids)
 
 
 def beam_search(generator: Generator, request: Request, max_new: int) -> list[Done]:
@@ -48,10 +47,6 @@ def beam_search(generator: Generator, request: Request, max_new: int) -> list[Do
     slots = generator.new_slots(sample.beams, len(prompt) + max_new)
     if len(prompt) > 1:
         slots.prefill(0, [prompt[:-1]])
-
-    def score(beam: Beam) -> float:
-        return beam.score(sample.length_penalty)
-
     running: list[Beam] = [Beam((), 0.0)]
     finished: list[Beam] = []
     for number in range(1, max_new + 1):
@@ -59,9 +54,9 @@ def beam_search(generator: Generator, request: Request, max_new: int) -> list[Do
         # Enough candidates that `beams` of them go on even if each beam's likeliest extensions are its ends.
         candidates = _extend_beams(logprobs_NV, running, max(2, 1 + len(ends)) * sample.beams)
         finished += [beam for beam in candidates[: sample.beams] if beam.ids[-1] in ends or number == max_new]
-        finished = sorted(finished, key=score, reverse=True)[: sample.beams]
+        finished = sorted(finished, key=Beam.score, reverse=True)[: sample.beams]
         running = [beam for beam in candidates if beam.ids[-1] not in ends and number < max_new][: sample.beams]
-        if not running or (len(finished) == sample.beams and score(running[0]) <= score(finished[-1])):
+        if not running or (len(finished) == sample.beams and running[0].score() <= finished[-1].score()):
             break
         slots.reorder([beam.slot for beam in running], len(prompt) + number - 1)
     by_text: dict[str, Done] = {}
