@@ -60,7 +60,8 @@ class Shape(BaseShape):
             flags = {"decay": True, "muon": True, "lora": True}
             return Weight(f"{name}.weight", (outputs, inputs), 0.02, split=split, **flags, **layout)  # type: ignore[arg-type]
 
-        weights = [Weight("embed.weight", decay=True, split=0, depth=self.layers + 1, **table)]  # type: ignore[arg-type]
+        embedding: Any = {**table, "looked_up": True, "depth": self.layers + 1}
+        weights = [Weight("embed.weight", decay=True, split=0, **embedding)]
         for layer in range(self.layers):
             name = f"layers.{layer}"
             block = [

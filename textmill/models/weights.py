@@ -181,11 +181,9 @@ def count_flops(
     trained_names = {weight.name for weight in trained}
     lowest = max(weight.depth for weight in trained)
     own_names = {weight.name for weight in weights}
-    has_two_tables = sum(weight.by_token for weight in weights) > 1
     flops = 6.0 * sum(weight.size for weight in trained if weight.name not in own_names)
     for weight in weights:
-        is_embedding = weight.by_token and weight.depth > layers and has_two_tables and not weight.copies
-        if weight.by_position or weight.looked_up or is_embedding:
+        if weight.by_position or weight.looked_up:
             continue  # rows are looked up: nothing is multiplied
         input_has_gradient = weight.by_token or weight.depth <= lowest  # the head is above all blocks, a tied one too
         flops += weight.size * (2.0 + 2.0 * input_has_gradient + 2.0 * (weight.name in trained_names))
