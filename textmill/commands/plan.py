@@ -69,7 +69,7 @@ def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[s
         "machine": _describe_target(target),
         "parameters": parameters_by_part(shape, config.model.lora),
         "trained": _count(estimator.trained),
-        "memory": _describe_memory(config.engine.activation_checkpointing, shape, estimate),
+        "memory": _describe_memory(config.engine.activation_checkpointing, estimate),
         "fits": fits,
         "settings_that_fit": near,
         **_describe_work(config, estimator, data, target, estimate),
@@ -91,14 +91,13 @@ def _describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def _describe_memory(activation_checkpointing: int, shape: Shape, estimate: Estimate) -> dict[str, Any]:
+def _describe_memory(activation_checkpointing: int, estimate: Estimate) -> dict[str, Any]:
     mesh = {key: value for key, value in asdict(estimate.mesh).items() if key in ("replicate", "shard", "tensor")}
     mesh |= {"pipeline": estimate.mesh.pipeline} if estimate.mesh.pipeline > 1 else {}
     return {
         **asdict(estimate.memory),
         "total": estimate.memory.total,
         "host": estimate.host,
-        "cache_per_text": cache_bytes(shape, estimate.itemsize),
         "engine": estimate.engine,
         "precision": estimate.precision,
         "micro_batch": estimate.micro_batch,
@@ -243,13 +242,14 @@ def open_data(config: RunConfig) -> Data:
         splits = open_splits(config)
         tokens = config.plan.tokens or sum(store.tokens for store in splits.stores("train"))
         return Data(splits.tokenizer.vocab, splits.tokenizer.eos_id, splits, tokens)
-    if (config.folder_of("tokenizer") / MANIFEST).is_file():
-        tokenizer = open_tokenizer(config.folder_of("tokenizer"))
-        return Data(tokenizer.vocab, tokenizer.eos_id, None, config.plan.tokens)
-    if config.tokenizer.use:
+    folder = config.folder_of("tokenizer")
+    if (folder / MANIFEST).is_file():
+        tokenizer = open_tokenizer(folder)
+    elif config.tokenizer.use:
         tokenizer = open_used(config.tokenizer, config.train.layout)
-        return Data(tokenizer.vocab, tokenizer.eos_id, None, config.plan.tokens)
-    return Data(config.tokenizer.vocab, 0, None, config.plan.tokens)
+    else:
+        return Data(config.tokenizer.vocab, 0, None, config.plan.tokens)
+    return Data(tokenizer.vocab, tokenizer.eos_id, None, config.plan.tokens)
 
 
 def open_shape(model: ModelConfig, length: int | None, data: Data) -> Shape:
@@ -374,13 +374,6 @@ def communication_of(engine: EngineConfig, estimator: Estimator, estimate: Estim
         loss = 4 * tokens if mesh.pipeline == 1 else 0
         sent["tensor parallel: loss and norms"] = round(2 * ring * 4 * (loss + shared / mesh.shard))
     return sent
-
-
-def cache_bytes(shape: Shape, itemsize: int) -> int:
-    """Bytes of the KV cache of one text of the longest context, without grouped-query attention; 0 without one."""
-    if open_family(shape.family).OBJECTIVE != "next_token":
-        return 0
-    return 2 * shape.layers * shape.width * shape.positions * itemsize
 
 
 MAX_SECONDS = 60.0
@@ -528,8 +521,6 @@ def _memory_lines(figures: dict[str, Any]) -> list[str]:
     lines.append(f"  {'fits into' if figures['fits'] else 'DOES NOT FIT into'} the {usable}")
     if memory["host"]:
         lines.append(f"  offloaded to the machine's memory, for each device: {memory['host'] / GB:,.1f} GB")
-    if memory["cache_per_text"]:
-        lines.append(f"  in generation, KV cache of one text: {format_bytes(memory['cache_per_text'])}")
     if not figures["fits"]:
         near = figures["settings_that_fit"]
         lines.append("  nearest settings that fit:" if near else "  no setting was found that fits; use more devices")
