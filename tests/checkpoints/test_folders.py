@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.small_models import single_process_snapshot
 from textmill.checkpoints.folders import (
     find_checkpoint,
     find_checkpoint_damage,
@@ -33,7 +34,7 @@ from textmill.training.run_folder import Saver
 def snapshot(step: int, *, valid_loss: float | None = None, size: int = 50) -> Snapshot:
     values = np.random.default_rng(step).normal(size=(size, 3)).astype(np.float32)
     progress = {"step": step, "updates": step, "valid_loss": None if valid_loss is None else valid_loss.hex()}
-    return Snapshot(
+    return single_process_snapshot(
         step,
         [("w", values), ("b", values[0])],
         [("m/w", values * 2)],

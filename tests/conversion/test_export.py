@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.small_models import single_process_snapshot
 from tests.support.weights import noisy_weights
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import write_checkpoint
 from textmill.cli import main
 from textmill.config import ModelConfig, ShapeConfig, TokenizerConfig
 from textmill.models import open_family
@@ -37,7 +38,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **tokenizer.files(shape.positions),
     }
     files = {name: text.encode() for name, text in texts.items()}
-    return write_checkpoint(tmp_path_factory.mktemp("run"), Snapshot(7, noisy_weights(shape), [], {"step": 7}, files))
+    return write_checkpoint(
+        tmp_path_factory.mktemp("run"), single_process_snapshot(7, noisy_weights(shape), [], {"step": 7}, files)
+    )
 
 
 def export(source: Path, out: Path, *arguments: str) -> int:

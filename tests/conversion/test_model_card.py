@@ -11,7 +11,8 @@ import yaml
 
 from tests.support.bert_models import write_bert
 from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
+from tests.support.small_models import single_process_snapshot
+from textmill.checkpoints.writing import write_checkpoint
 from textmill.cli import main
 from textmill.models.pooling import Pooling, pooling_files
 from textmill.storage.tensor_files import read_model
@@ -130,7 +131,7 @@ def test_a_run_names_its_base_model_and_takes_its_licence(tmp_path: Path) -> Non
     run = tmp_path / "mine" / "run"
     files = {name: (base / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")}
     settings = f"model: {{init_from: {base}}}\ntrain: {{folder: {run}}}\n"
-    snapshot = Snapshot(
+    snapshot = single_process_snapshot(
         7, list(read_model(base)), [], {"step": 7, "tokens": 640}, files | {"run.yaml": settings.encode()}
     )
     write_checkpoint(run, snapshot)

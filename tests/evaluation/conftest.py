@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.small_models import single_process_snapshot
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
 from textmill.models import initial_weights
 from textmill.models.gpt2 import family as gpt2
@@ -100,7 +101,7 @@ def life(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> 
     ]
     texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
     files = {name: text.encode() for name, text in texts.items()}
-    write_checkpoint(folder / "run", Snapshot(123, weights, [], {"step": 123}, files))
+    write_checkpoint(folder / "run", single_process_snapshot(123, weights, [], {"step": 123}, files))
     return folder
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.small_models import single_process_snapshot
 from textmill.checkpoints.folders import Checkpoint
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import write_checkpoint
 from textmill.cli import main
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig
@@ -35,7 +36,7 @@ def changed_model(checkpoint: Checkpoint, folder: Path, value: float, part: str)
     weights = [(name, np.full_like(values, value) if part in name else values) for name, values in checkpoint.weights()]
     names = ("config.json", "tokenizer.json", "tokenizer_config.json")
     files = {name: (checkpoint.folder / name).read_bytes() for name in names}
-    write_checkpoint(folder, Snapshot(1, weights, [], {"step": 1}, files))
+    write_checkpoint(folder, single_process_snapshot(1, weights, [], {"step": 1}, files))
 
 
 def run(config: RunConfig, *tasks: str, **settings: Any) -> dict[str, Any]:

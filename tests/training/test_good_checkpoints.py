@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from bench.kill_train import read_metrics
+from tests.support.small_models import single_process_snapshot
 from tests.support.small_runs import config_for
 from textmill.checkpoints.folders import list_checkpoints, open_checkpoint
 from textmill.checkpoints.writing import Snapshot
@@ -82,7 +83,7 @@ def test_metrics_are_strict_json(root: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     def snapshot(step: int, value: float) -> Snapshot:
-        return Snapshot(step, [("w", np.array([1.0, value], np.float32))], [], {"step": step}, {})
+        return single_process_snapshot(step, [("w", np.array([1.0, value], np.float32))], [], {"step": step}, {})
 
     saver = Saver(tmp_path, keep=1, keep_every=None)
     saver.save(snapshot(1, 2.0))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from textmill.storage.stages import MANIFEST
 from textmill.storage.tensor_files import SHARD_INDEX, Named, encode_safetensors
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Default for the most bytes of tensors in one file."""
+"""Most bytes of tensors in one file; larger state is written as several files, which transformers also opens."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,14 @@ class Snapshot:
     progress: dict[str, Any]
     files: dict[str, bytes]
     """Other files by name: config.json, run.yaml, the tokenizer."""
-    file_plans: tuple[FilePlan, FilePlan] | None = None
-    """Plans for weights and optimizer state of all ranks; None if this process has all of them."""
+    file_plans: tuple[FilePlan, FilePlan]
+    """Plans for weights and optimizer state of all ranks."""
 
 
 def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = SINGLE_PROCESS) -> Path:
     """Write one checkpoint, all ranks together: a temporary folder, the manifest last, then an atomic rename."""
     final = run / f"step-{snapshot.step:07d}"
     folder = run / f"{final.name}.tmp-new"
-    if snapshot.file_plans is None:
-        weight_plan, weights = plan_files("model", snapshot.weights)
-        state_plan, optimizer_state = plan_files("optimizer", snapshot.optimizer_state)
-        snapshot = replace(
-            snapshot, weights=weights, optimizer_state=optimizer_state, file_plans=(weight_plan, state_plan)
-        )
     try:
         entries_by_rank = gather_results(ranks, lambda: _write_own_files(folder, snapshot, ranks))
         gather_results(ranks, lambda: _commit(folder, final, snapshot, entries_by_rank, ranks) if ranks.first else None)
@@ -60,19 +53,28 @@ def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = SINGLE_PROCES
 
 def _write_own_files(folder: Path, snapshot: Snapshot, ranks: Ranks) -> list[dict[str, Any]]:
     """Write this rank's files; return the manifest entries of its weight files and of its moment files."""
-    assert snapshot.file_plans
     folder.mkdir(parents=True, exist_ok=True)
     weight_plan, moment_plan = snapshot.file_plans
-    report = partial(report_each, ranks)
     return [
-        write_planned_files(folder, weight_plan, snapshot.weights, report),
-        write_planned_files(folder, moment_plan, snapshot.optimizer_state, report),
+        _write_planned_files(folder, weight_plan, snapshot.weights, ranks),
+        _write_planned_files(folder, moment_plan, snapshot.optimizer_state, ranks),
     ]
+
+
+def _write_planned_files(folder: Path, plan: FilePlan, named: Iterable[Named], ranks: Ranks) -> dict[str, Any]:
+    """Write the files of one plan that this rank writes; return their manifest entries."""
+    file_by_tensor = plan.file_by_tensor()
+    entries = {}
+    for file_name, tensors in itertools.groupby(named, lambda tensor: file_by_tensor[tensor[0]]):
+        entries[file_name] = write_bytes(folder / file_name, report_each(ranks, encode_safetensors(list(tensors))))
+    if not file_by_tensor and plan.rank == plan.first_writer % plan.world:  # no tensors at all: an empty file
+        file_name = f"{plan.stem}.safetensors"
+        entries[file_name] = write_bytes(folder / file_name, encode_safetensors([]))
+    return entries
 
 
 def _commit(folder: Path, final: Path, snapshot: Snapshot, entries_by_rank: list[Any], ranks: Ranks) -> None:
     """On rank 0, once all tensor files exist: write the other files and the manifests, then rename the folder."""
-    assert snapshot.file_plans
     weight_plan, _ = snapshot.file_plans
     files = {name: write_bytes(folder / name, [data]) for name, data in report_each(ranks, snapshot.files.items())}
     optimizer_files: dict[str, Any] = {}
@@ -138,20 +140,6 @@ def plan_files(stem: str, named: Iterable[Named], max_bytes: int = MAX_FILE_BYTE
     for name, _ in tensors:
         plan.add(name)
     return plan, tensors
-
-
-def write_planned_files(
-    folder: Path, plan: FilePlan, named: Iterable[Named], report: Callable[[Iterable[Any]], Iterable[Any]] = iter
-) -> dict[str, dict[str, Any]]:
-    """Write this rank's files; return their manifest entries. `report` wraps the blocks as they are written."""
-    file_by_tensor = plan.file_by_tensor()
-    entries = {}
-    for file_name, tensors in itertools.groupby(named, lambda tensor: file_by_tensor[tensor[0]]):
-        entries[file_name] = write_bytes(folder / file_name, report(encode_safetensors(list(tensors))))
-    if not file_by_tensor and plan.rank == plan.first_writer % plan.world:  # no tensors at all: an empty file
-        file_name = f"{plan.stem}.safetensors"
-        entries[file_name] = write_bytes(folder / file_name, encode_safetensors([]))
-    return entries
 
 
 def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:

@@ -44,8 +44,6 @@ from textmill.training.run_length import RunLength
 from textmill.training.start import Start
 
 SAMPLES_FILE = "samples.jsonl"
-MAX_FILE_BYTES = 5_000_000_000
-"""Largest file of a checkpoint; larger state is written as several files, which transformers also opens."""
 SUMMARY_FILE = "summary.json"
 """Results and texts of the finished model, which `textmill run` writes."""
 REPLACED_METRICS = "metrics.replaced.jsonl"
@@ -195,7 +193,6 @@ def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snap
     new_plan = partial(
         FilePlan,
         size_of=lambda name: tensor_bytes.get(name.rpartition("/")[2], 0),  # moments are named KIND/WEIGHT
-        max_bytes=MAX_FILE_BYTES,
         rank=engine.ranks.rank,
         world=engine.ranks.world,
     )
