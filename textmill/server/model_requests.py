@@ -265,8 +265,8 @@ def completion_requests(service: Service, body: CompletionBody, prompts: Sequenc
     # max_tokens 0 scores the prompt only. The model still generates one token, which the reply leaves out.
     max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
     sample = sampling_settings(service, body, max_tokens)
-    top = 0 if body.logprobs is None else max(body.logprobs, 1)
-    return _build_requests(service, body, sample, prompts, top, bool(body.echo) and body.logprobs is not None)
+    logprobs = 0 if body.logprobs is None else max(body.logprobs, 1)
+    return _build_requests(service, body, sample, prompts, logprobs, bool(body.echo) and body.logprobs is not None)
 
 
 def chat_requests(service: Service, body: ChatBody, prompt: Prompt, use: ToolUse) -> list[Request]:
@@ -277,10 +277,10 @@ def chat_requests(service: Service, body: ChatBody, prompt: Prompt, use: ToolUse
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise HttpError(400, "max_tokens: differs from max_completion_tokens; send one of them", field="max_tokens")
     sample = sampling_settings(service, body, body.max_completion_tokens or body.max_tokens)
-    top = max(body.top_logprobs or 0, 1) if body.logprobs else 0
+    logprobs = max(body.top_logprobs or 0, 1) if body.logprobs else 0
     stop_ids = () if service.template is None else service.template.stop_ids
     grammar = check_tool_use(body, use)
-    requests = _build_requests(service, body, sample, [prompt], top, False, stop_ids)
+    requests = _build_requests(service, body, sample, [prompt], logprobs, False, stop_ids)
     return [replace(request, grammar=grammar) for request in requests] if grammar else requests
 
 
@@ -289,10 +289,11 @@ def _build_requests(
     body: SamplingBody,
     sample: SampleConfig,
     prompts: Sequence[Prompt],
-    top: int,
+    logprobs: int,
     echo: bool,
     stop_ids: Sequence[int] = (),
 ) -> list[Request]:
+    """Each prompt n times; `logprobs`: so many of the likeliest tokens at each place; `echo`: of the prompt too."""
     stop = _read_stops(service, body)
     bias = _read_biases(service, body)
     check_ids(service, body.stop_token_ids or [], "stop_token_ids")
@@ -302,7 +303,7 @@ def _build_requests(
         samples.append(sample.model_copy(update={"seed": (sample.seed + number) % 2**63}))
     grammar = _read_grammar(body)
     return [
-        Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo, grammar)
+        Request(prompt.ids, seeded, stop, stop_ids, bias, logprobs, echo, grammar)
         for prompt in prompts
         for seeded in samples
     ]
