@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from textmill.conversion import readers
 from textmill.conversion.formats import Format
 from textmill.conversion.model import Array, Files, Hints, Model
 from textmill.errors import TextmillError
-from textmill.models.nets_torch import fill, new_net
 from textmill.storage.stages import Stage
 from textmill.tokens.vocabulary.encoders import hard_texts
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -50,18 +48,6 @@ SHAPE_FIELDS = (
 )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How much the logits of two models differ."""
-
-    largest: float
-    """The largest absolute difference of a logit."""
-    scale: float
-    """The largest absolute logit of the source, at least 1."""
-    divergence: float
-    """The mean Kullback-Leibler divergence of the next token, in nats."""
-
-
 def text_ids(model: Model, given: NDArray[np.int64] | None) -> NDArray[np.int64]:
     """Ids of real text in rows: those given, or else of the texts here."""
     length = min(LONGEST, model.shape.positions)
@@ -81,21 +67,13 @@ def sample_ids(model: Model) -> NDArray[np.int64]:
 
 def logits_of(model: Model, ids: NDArray[np.int64]) -> Array:
     """Logits in fp32 on the CPU."""
-    net = new_net(model.shape, torch.device("cpu"))
-    fill(net, model.weights.items(), "the model")
-    with torch.no_grad():
-        logits: Array = net.logits(net(torch.from_numpy(ids))).float().numpy()
-    return logits
+    return readers.outputs_of(readers.net_of(model), torch.from_numpy(ids), has_logits=True)
 
 
-def measure(source: Array, written: Array) -> Difference:
-    """The difference between the logits of a source and of what was written."""
-    largest = float(np.abs(source - written).max()) if source.shape == written.shape else np.inf
-    if not np.isfinite(largest):
-        return Difference(np.inf, 1.0, np.inf)
+def mean_divergence(source: Array, written: Array) -> float:
+    """The mean Kullback-Leibler divergence of the next token, in nats."""
     p, q = (torch.log_softmax(torch.from_numpy(logits.astype(np.float64)), -1) for logits in (source, written))
-    divergence = float((p.exp() * (p - q)).sum(-1).mean())
-    return Difference(largest, max(1.0, float(np.abs(source).max())), max(0.0, divergence))
+    return float((p.exp() * (p - q)).sum(-1).mean().clamp(min=0))  # which leaves NaN
 
 
 def write_and_check(
@@ -138,17 +116,19 @@ def check_written(
         if expected != actual:
             raise _failed(where, f"its {name} is read back as {actual}, the model has {expected}")
     ids = sample_ids(source) if precision in LOGIT_BOUNDS else text_ids(source, valid)
-    difference = measure(logits_of(source, ids), logits_of(written, ids))
-    figures = f"logits differ by at most {difference.largest:.2g}"
+    expected_logits, actual_logits = logits_of(source, ids), logits_of(written, ids)
+    difference = float(np.abs(expected_logits - actual_logits).max())
+    figures = f"logits differ by at most {difference:.2g}"
     if precision in LOGIT_BOUNDS:
-        bound = LOGIT_BOUNDS[precision] * difference.scale
+        bound = LOGIT_BOUNDS[precision] * max(1.0, float(np.abs(expected_logits).max()))
         figures += f" (bound {bound:.2g})"
-        if not difference.largest <= bound:  # also true for NaN
+        if not difference <= bound:  # also true for NaN
             raise _failed(where, f"its {figures}", "; use export.precision=fp32" if precision != "fp32" else "")
     else:
         bound = config.max_divergence or DIVERGENCE_BOUNDS[precision]
-        figures += f", mean KL divergence {difference.divergence:.2g} (bound {bound:g}) on {ids.size:,} tokens of text"
-        if not difference.divergence <= bound:
+        divergence = mean_divergence(expected_logits, actual_logits)
+        figures += f", mean KL divergence {divergence:.2g} (bound {bound:g}) on {ids.size:,} tokens of text"
+        if not divergence <= bound:
             raise _failed(where, f"its {figures}", "; use export.precision=fp16, or raise export.max_divergence")
     joins = config.kind == "gguf"  # llama.cpp does so between words too
     return f"{figures}; {check_tokenizer(source.tokenizer, written.tokenizer, where, joins_unknown=joins)}"

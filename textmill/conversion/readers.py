@@ -11,20 +11,24 @@ import os
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from textmill.conversion.model import Array, Model
 from textmill.conversion.reader_process import ANSWER
 from textmill.errors import TextmillError
 from textmill.models import has_masked_head, label_head_of
+from textmill.models.base_torch import BaseNet
+from textmill.models.bert.family import TASK_CLASSES
 from textmill.models.family_files import find_family_file
 from textmill.models.nets_torch import fill, new_net
+from textmill.models.pooling import Pooling
 from textmill.storage.remote_folders import first_line
 from textmill.tokens.chat import ChatTemplate, JinjaTemplate
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -110,7 +114,10 @@ def _check(model: Model, folder: Path, reader: str, kind: str, precision: str, t
         if tokenizer.has_template and _talk_of(tokenizer) is None:  # llama.cpp renders a template when it opens a file
             return f"not opened with {reader}: {first_line(Exception(message))}"
         raise TextmillError(f"{reader} cannot open it: {first_line(Exception(message))}")
-    compared = [*_compare_ids(tokenizer, request, found), *_compare_outputs(model, request, found, precision)]
+    compared = [
+        *_compare_ids(tokenizer, request, found),
+        *_compare_outputs(model, tokenizer, request, found, precision),
+    ]
     return f"opened with {reader} {found['version']}: {', '.join(compared)} are equal"
 
 
@@ -119,11 +126,7 @@ def model_class(shape: Any) -> str:
     if shape.family != "bert":
         return "AutoModelForCausalLM"
     if head := label_head_of(shape):
-        return {
-            "sequence-classification": "AutoModelForSequenceClassification",
-            "token-classification": "AutoModelForTokenClassification",
-            "question-answering": "AutoModelForQuestionAnswering",
-        }[head[0]]
+        return f"AutoModelFor{TASK_CLASSES[head[0]]}"
     return "AutoModelForMaskedLM" if has_masked_head(shape) else "AutoModel"
 
 
@@ -207,15 +210,22 @@ def _talk_of(tokenizer: TextTokenizer) -> list[int] | None:
         return None
 
 
-def _compare_outputs(model: Model, request: Tree, found: Tree, precision: str) -> list[str]:
+def _compare_outputs(model: Model, tokenizer: TextTokenizer, request: Tree, found: Tree, precision: str) -> list[str]:
     reader = request["reader"]
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
     if missing := found.get("missing"):
         raise TextmillError(f"{reader} finds no weights for {len(missing)} parameters, such as {missing[0]}")
     compared = []
+    if (ends := found.get("ends")) is not None:
+        named = tokenizer.generation.get("eos_token_id") or tokenizer.model_ids.get("eos_token_id")
+        wanted = named if isinstance(named, list) else [model.shape.eos_id if named is None else named]
+        if ends != wanted:
+            raise TextmillError(f"{reader} ends a text at {ends}, the model at {wanted}")
+        compared.append("ends of a text")
+    if not any(found.get(name) for name in ("values", "vectors", "new")):
+        return compared
+    net = net_of(model)
     if "values" in found:
-        expected = _outputs_of(model, request["prompt"], has_logits=request["has_logits"])
+        expected = outputs_of(net, torch.tensor([request["prompt"]]), has_logits=request["has_logits"])[0]
         actual = np.array(found["values"], np.float32)
         bound = BOUNDS[precision] * max(1.0, float(np.abs(expected).max()))
         largest = float(np.abs(actual - expected).max()) if actual.shape == expected.shape else np.inf
@@ -225,25 +235,19 @@ def _compare_outputs(model: Model, request: Tree, found: Tree, precision: str) -
             )
         compared.append(f"outputs (difference {largest:.2g})")
     if precision in BOUNDS and (vectors := found.get("vectors")):
-        pairs = zip(request["embedded"], vectors, strict=True)
         unit = reader == "llama.cpp" or bool(model.pooling and model.pooling.normalize)
-        found_by_ours = [(np.array(one), _embedding_of(model, text, unit=unit)) for text, one in pairs]
-        largest = max(float(np.abs(one - ours).max()) for one, ours in found_by_ours)
-        scale = max(1.0, *(float(np.abs(ours).max()) for _, ours in found_by_ours))
+        ids_by_text = [tokenizer.inner.encode(text).ids for text in request["embedded"]]
+        expected = np.array([_embedding_of(net, ids, model.pooling, unit=unit) for ids in ids_by_text])
+        largest = float(np.abs(np.array(vectors) - expected).max())
+        scale = max(1.0, float(np.abs(expected).max()))
         bound = BOUNDS[precision] * scale if reader == EMBEDDINGS else max(BOUNDS[precision], TABLE_BOUND)
         if not largest <= bound:
             raise TextmillError(
                 f"{reader} computes other embeddings: they differ by {largest:.2g}, the bound is {bound:.2g}"
             )
         compared.append(f"embeddings (difference {largest:.2g})")
-    if (ends := found.get("ends")) is not None:
-        named = tokenizer.generation.get("eos_token_id") or tokenizer.model_ids.get("eos_token_id")
-        wanted = named if isinstance(named, list) else [model.shape.eos_id if named is None else named]
-        if ends != wanted:
-            raise TextmillError(f"{reader} ends a text at {ends}, the model at {wanted}")
-        compared.append("ends of a text")
     if request["tokens"] and precision == "fp32" and "new" in found:
-        expected_new = greedy_tokens(model, request["prompt"], request["tokens"])
+        expected_new = _greedy_tokens(net, request["prompt"], request["tokens"], tokenizer.end_ids)
         actual_new = [id_ for id_ in found["new"] if id_ not in tokenizer.end_ids]
         if actual_new[: len(expected_new)] != expected_new:
             raise TextmillError(f"{reader} continues with {actual_new[:8]}, the model with {expected_new[:8]}")
@@ -251,40 +255,37 @@ def _compare_outputs(model: Model, request: Tree, found: Tree, precision: str) -
     return compared
 
 
-def _net_of(model: Model) -> Any:
+def net_of(model: Model) -> BaseNet:
+    """The net of a model on the CPU."""
     net = new_net(model.shape, torch.device("cpu"))
     fill(net, model.weights.items(), "the model")
     return net.eval()
 
 
-def _outputs_of(model: Model, prompt: list[int], *, has_logits: bool) -> Array:
-    """The logits of a text or, of an encoder that predicts no tokens, its states."""
-    net = _net_of(model)
+def outputs_of(net: BaseNet, ids_NT: Tensor, *, has_logits: bool) -> Array:
+    """The logits of texts or, of an encoder that predicts no tokens, its states."""
     with torch.no_grad():
-        states = net(torch.tensor([prompt]))
-        outputs: Array = (net.logits(states) if has_logits else states)[0].float().numpy()
+        states = net(ids_NT)
+        outputs: Array = (net.logits(states) if has_logits else states).float().numpy()
     return outputs
 
 
-def _embedding_of(model: Model, text: str, *, unit: bool) -> Array:
+def _embedding_of(net: BaseNet, ids: list[int], pooling: Pooling | None, *, unit: bool) -> Array:
     """The embedding of a text, pooled as the model says; `unit`: of length 1."""
-    assert model.tokenizer is not None
-    states = _outputs_of(model, model.tokenizer.inner.encode(text).ids, has_logits=False)
-    pooled: Array = states[0] if model.pooling and model.pooling.kind == "cls" else states.mean(0)
+    states = outputs_of(net, torch.tensor([ids]), has_logits=False)[0]
+    pooled: Array = states[0] if pooling and pooling.kind == "cls" else states.mean(0)
     return pooled / np.linalg.norm(pooled) if unit else pooled
 
 
-def greedy_tokens(model: Model, prompt: list[int], count: int) -> list[int]:
+def _greedy_tokens(net: BaseNet, prompt: list[int], count: int, end_ids: Collection[int]) -> list[int]:
     """The likeliest tokens up to an end of text, or to the first that does not clearly lead."""
-    assert model.tokenizer is not None
-    net = _net_of(model)
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
             logits = net.logits(net(torch.tensor([ids])))[0, -1].float()
             first, second = logits.topk(2).values.tolist()
             token = int(logits.argmax())
-            if token in model.tokenizer.end_ids or first - second < CLEAR_LEAD * max(1.0, float(logits.abs().max())):
+            if token in end_ids or first - second < CLEAR_LEAD * max(1.0, float(logits.abs().max())):
                 break
             ids.append(token)
     return ids[len(prompt) :]
