@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from textmill.cli import main
-from textmill.conversion.formats.deepspeed import read_weights
+from textmill.conversion.formats.deepspeed import read_states, read_weights
 from textmill.conversion.torch_files import Placeholder, read_pickle
 from textmill.errors import TextmillError
 from textmill.storage.tensor_files import read_model
@@ -99,11 +99,11 @@ def test_parts_of_several_ranks_are_joined(tmp_path: Path) -> None:
         for rank, part in enumerate(parts):
             file = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": {"partition_count": 3, **part}}, file)
-        found = read_weights(folder)
+        found = read_weights(folder, read_states(folder))
         assert all(torch.equal(found[f"module.{name}"], value) for name, value in state.items()), kind
         file.unlink()
         with pytest.raises(TextmillError, match="2 of 3 optim_states files"):
-            read_weights(folder)
+            read_weights(folder, read_states(folder))
 
 
 class Hostile:

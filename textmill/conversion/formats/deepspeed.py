@@ -18,7 +18,6 @@ from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.torch_files import read_pickle, to_array
 from textmill.errors import TextmillError
 from textmill.storage.remote_folders import first_line
-from textmill.storage.tensor_files import Named
 
 PRECISIONS: tuple[str, ...] = ()
 LATEST = "latest"
@@ -34,33 +33,28 @@ def matches(path: Path) -> bool:
 def read(path: Path, hints: Hints) -> Model:
     """Read a checkpoint; its sizes are in a config.json, which DeepSpeed does not write."""
     tag = tagged_folder(path)
-    if (tensor := count_tensor_ranks(path)) > 1:
-        return _read_tensor_parallel(path, tensor, hints)
+    if (count := count_tensor_ranks(tag)) > 1:
+        return _read_tensor_parallel(path, tag, count, hints)
     config = hints.config or next((one for one in (path, tag, tag.parent) if (one / "config.json").is_file()), None)
     if config is None:
         raise TextmillError(
             f"{path}: DeepSpeed does not record the sizes of a model; name its config.json: --config FILE"
         )
     shape = read_hf_shape(config, "gpt2")
-    weights = collect_weights(shape, _named(path), str(path))
-    return Model(shape, weights, hints.open_tokenizer(path))
+    named = ((PREFIX.sub("", name), to_array(value)) for name, value in read_weights(tag, read_states(tag)).items())
+    return Model(shape, collect_weights(shape, named, str(path)), hints.open_tokenizer(path))
 
 
-def _read_tensor_parallel(path: Path, count: int, hints: Hints) -> Model:
+def _read_tensor_parallel(path: Path, tag: Path, count: int, hints: Hints) -> Model:
     """Read what Megatron-DeepSpeed saved: Megatron's modules on each rank, without pipeline parallelism."""
-    states = {}
-    for tensor in range(count):
-        states[tensor, 0] = megatron.state_of({"model": read_weights(path, tensor)}, path)
-    first = read_states(path)
-    args = megatron.plain_args(first.get("args"))
+    ranks = {}
+    for tensor in reversed(range(count)):  # the first rank's arguments are read below
+        states = read_states(tag, tensor)
+        ranks[tensor, 0] = megatron.state_of({"model": read_weights(tag, states, tensor)}, path)
+    args = megatron.plain_args(states.get("args"))
     return megatron.join_ranks(
-        path, path, states, ParallelSizes(count, 1), args, first.get("checkpoint_version"), hints
+        path, path, ranks, ParallelSizes(count, 1), args, states.get("checkpoint_version"), hints
     )
-
-
-def _named(path: Path) -> Iterator[Named]:
-    for name, value in read_weights(path).items():
-        yield PREFIX.sub("", name), to_array(value)
 
 
 Tree = dict[str, Any]
@@ -68,24 +62,18 @@ OPTIM_STATES = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 """The file of a data-parallel rank and a tensor-parallel rank."""
 
 
-def states_name(tensor: int = 0) -> str:
-    """The file with the weights of a tensor-parallel rank."""
-    return f"mp_rank_{tensor:02d}_model_states.pt"
-
-
-def count_tensor_ranks(checkpoint: Path) -> int:
+def count_tensor_ranks(folder: Path) -> int:
     """The tensor-parallel size: that of the highest rank that has a file."""
     ranks = [0]
-    for path in tagged_folder(checkpoint).iterdir():
+    for path in folder.iterdir():
         if match := re.search(r"mp_rank_(\d+)_model_states\.pt$", path.name):
             ranks.append(int(match[1]))
     return 1 + max(ranks)
 
 
-def read_states(checkpoint: Path, tensor: int = 0) -> Tree:
+def read_states(folder: Path, tensor: int = 0) -> Tree:
     """The file with the weights of a tensor-parallel rank."""
-    folder = tagged_folder(checkpoint)
-    name = states_name(tensor)
+    name = f"mp_rank_{tensor:02d}_model_states.pt"
     path = folder / name if (folder / name).is_file() else folder / f"zero_pp_rank_0_{name}"
     if not path.is_file():
         raise TextmillError(f"{folder}: no {name} found; name a folder that DeepSpeed's save_checkpoint wrote")
@@ -95,10 +83,8 @@ def read_states(checkpoint: Path, tensor: int = 0) -> Tree:
     return states
 
 
-def read_weights(checkpoint: Path, tensor: int = 0) -> dict[str, Tensor]:
+def read_weights(folder: Path, states: Tree, tensor: int = 0) -> dict[str, Tensor]:
     """All weights of a tensor-parallel rank by DeepSpeed's names; fp32 master weights where they exist."""
-    folder = tagged_folder(checkpoint)
-    states = read_states(checkpoint, tensor)
     try:
         weights = flatten(states.get("module") or {}) | dict(_read_masters(folder, states, tensor))
     except TextmillError:
@@ -176,7 +162,7 @@ def tagged_folder(checkpoint: Path) -> Path:
     """The folder of a tag: the one given, or the one that the file `latest` names."""
     if not checkpoint.is_dir():
         raise TextmillError(f"{checkpoint}: no such folder")
-    if not (latest := checkpoint / "latest").is_file():
+    if not (latest := checkpoint / LATEST).is_file():
         return checkpoint
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if Path(tag).name != tag or not (checkpoint / tag).is_dir():

@@ -231,11 +231,6 @@ def from_version_order(values: Array, heads: int, order: tuple[int, int, int], w
     return np.ascontiguousarray(ordered).reshape(values.shape)
 
 
-def rank_folder(tensor: int, pipeline: int, pipelines: int) -> str:
-    """The folder of a rank: mp_rank_TT, with pipeline parallelism mp_rank_TT_PPP."""
-    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pipelines > 1 else "")
-
-
 def flatten(tree: Any, prefix: str = "", depth: int = 0) -> dict[str, Any]:
     """A nested state dict with dotted names: {"mlp": {"bias": x}} -> {"mlp.bias": x}; Megatron nests by module."""
     if not isinstance(tree, dict) or depth > 8:
@@ -250,7 +245,7 @@ def flatten(tree: Any, prefix: str = "", depth: int = 0) -> dict[str, Any]:
 def find_ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """The files of all ranks by (tensor, pipeline)."""
     ranks = {}
-    for path in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
+    for path in sorted(folder.glob(f"mp_rank_*/{FILE}")):
         numbers = path.parent.name.removeprefix("mp_rank_").split("_")
         if all(number.isdigit() for number in numbers) and len(numbers) <= 2:
             ranks[int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else 0] = path
@@ -275,9 +270,10 @@ def count_ranks(ranks: dict[tuple[int, int], Path], args: dict[str, Any], folder
     )
     wanted = [(tensor, pipeline) for pipeline in range(pipeline_size) for tensor in range(tensor_size)]
     if missing := [rank for rank in wanted if rank not in ranks]:
+        tensor, pipeline = missing[0]
+        name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pipeline_size > 1 else "")
         raise TextmillError(
-            f"{folder}: lacks {len(missing)} of {len(wanted)} ranks, such as "
-            f"{rank_folder(*missing[0], pipeline_size)}/model_optim_rng.pt; copy the files of all ranks"
+            f"{folder}: lacks {len(missing)} of {len(wanted)} ranks, such as {name}/{FILE}; copy the files of all ranks"
         )
     return ParallelSizes(tensor_size, pipeline_size)
 
