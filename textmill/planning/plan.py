@@ -239,7 +239,7 @@ def _best_candidate(
 
 
 def _may_be_long(machine: MachineProfile, net: _Candidate) -> bool:
-    """Whether all epochs that the run may have would take long enough without compiling, however many minutes it has.
+    """Whether MAX_EPOCHS of the text take so long without compiling that the engine compiles the net.
 
     A small net that is not compiled reaches more than its fraction of a compiled one's speed (bench/LOG.md).
     """

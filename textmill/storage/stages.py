@@ -7,7 +7,7 @@ A command such as prepare fills FOLDER.part and renames it to FOLDER when everyt
         return
     with stage.unfinished_folder() as folder:   # FOLDER.part; after a kill, finished files in it are used again
         files = ...                             # write them; their manifest entries
-        stage.write_manifest(folder, files, facts)
+        stage.write_manifest(folder, files, fields)
 
 manifest.json records the settings and the fingerprints of the inputs (`made_from`), and length and checksum of every
 file.
@@ -139,17 +139,17 @@ class Stage:
     def _lock(self) -> Path:
         return self.folder.with_name(self.folder.name + ".part.lock")
 
-    def write_manifest(self, folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
-        """Write the manifest, last of all files: facts, length and checksum of every file, settings and inputs."""
+    def write_manifest(self, folder: Path, files: dict[str, dict[str, Any]], fields: dict[str, Any]) -> None:
+        """Write the manifest, last of all files: `fields`, length and checksum of every file, settings and inputs."""
         fingerprint = hash_json({name: entry["sha256"] for name, entry in files.items()})
         # run.yaml holds paths too; the manifest does not, so it is the same on every machine.
         if self.run_yaml is not None:
             write_text(folder / RUN_YAML, add_yaml_checksum(self.run_yaml))
-            facts = {**facts, "run_yaml_has_checksum": True}
+            fields = {**fields, "run_yaml_has_checksum": True}
         manifest = {
             "verb": self.command,
             "fingerprint": fingerprint,
-            **facts,
+            **fields,
             "files": files,
             "made_from": self.made_from,
         }

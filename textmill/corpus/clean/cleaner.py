@@ -95,7 +95,7 @@ class Cleaner:
         )
 
     def _failed_own_filter(self, text: str, meta: str | None) -> str | None:
-        """That of the user's own file; `meta` are the fields of `corpus.keep_fields` as JSON."""
+        """`filter` if the user's own file drops the text, or None; `meta`: fields of `corpus.keep_fields` as JSON."""
         if (name := self.config.filter) is None:
             return None
         keep = load_part(name, "corpus.filter", "keep")
