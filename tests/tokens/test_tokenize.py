@@ -105,7 +105,7 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
 
 def test_the_older_index_format_is_written(world: Path) -> None:
     made(config_of("new"))
-    folder = made(config_of("old", index_format="cached"))
+    folder = made(config_of("old", index_format="lazy"))
     assert (folder / "train.idx").read_bytes().startswith(b"TNTIDX")
     for split in SPLITS:
         one, other = open_store(folder / split), open_store(Path("new/tokens") / split)

@@ -60,8 +60,8 @@ class TokensConfig(Section):
     level: Literal["document", "sentence"] = "document"
     """What one sequence of the store is: a document, or one line of it (needs a corpus with `corpus.sentences`)."""
     index_format: Literal["mmap", "lazy"] = "mmap"
-    """Format of the index file: mmap: Megatron's memory-mapped index; lazy (or cached): its older index, for its `lazy`
-    and `cached` readers."""
+    """Format of the index file: mmap: Megatron's memory-mapped index; lazy: its older index, for its `lazy` and
+    `cached` readers."""
     append_end: bool = True
     """Put the end-of-text token after each document."""
     prepend_begin: bool = False
@@ -93,11 +93,6 @@ class TokensConfig(Section):
         return (
             [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
         )
-
-    @field_validator("index_format", mode="before")
-    @classmethod
-    def _parse_format(cls, value: Any) -> Any:
-        return "lazy" if value == "cached" else value
 
     @model_validator(mode="after")
     def _check_use(self) -> TokensConfig:
