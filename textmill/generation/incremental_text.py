@@ -5,21 +5,12 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from textmill.tokens.vocabulary.token_bytes import byte_level_alphabet
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class TextDecoder(Protocol):
-    """Receives token ids and returns text as soon as it cannot change any more."""
-
-    tokens: int
-
-    def add(self, id_: int) -> str: ...
-    def end(self) -> str: ...
 
 
 class WindowTextDecoder:
@@ -75,6 +66,10 @@ class ByteTextDecoder:
         """Return what was held back, as replacement characters."""
         text: str = self.decoder.decode(b"", final=True)
         return text
+
+
+TextDecoder = WindowTextDecoder | ByteTextDecoder
+"""Receives token ids and returns text as soon as it cannot change any more."""
 
 
 def text_decoder_factory(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], TextDecoder]:
