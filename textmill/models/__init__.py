@@ -27,34 +27,15 @@ from textmill.config import SIZES, RunConfig
 from textmill.config.own_files import is_own_file
 from textmill.config.sizes import FAMILY_BY_TYPE
 from textmill.errors import TextmillError
-from textmill.models.family import Family, Shape
+from textmill.models.family import Family as Family
+from textmill.models.family import Shape as Shape
 from textmill.models.family_files import find_family_file, load_family_file
-from textmill.models.weights import Weight, count_parameters, sample_weights, to_checkpoint, to_memory
+from textmill.models.weights import Weight as Weight
+from textmill.models.weights import count_parameters, sample_weights
+from textmill.models.weights import to_checkpoint as to_checkpoint
+from textmill.models.weights import to_memory as to_memory
 from textmill.storage.files import read_json
 from textmill.storage.tensor_files import Named, read_model_names
-
-__all__ = [
-    "Family",
-    "Shape",
-    "Weight",
-    "check_masked_head",
-    "check_next_token",
-    "check_segments",
-    "find_family_module",
-    "find_run_model",
-    "has_masked_head",
-    "hf_config_of",
-    "initial_weights",
-    "known_weights",
-    "label_head_of",
-    "open_family",
-    "read_shape",
-    "recorded_numbers",
-    "to_checkpoint",
-    "to_memory",
-    "tokenizer_files",
-    "with_label_head",
-]
 
 
 def open_family(name: str) -> Family:
