@@ -155,10 +155,10 @@ def encode_batch(texts: list[str], task: EncodingTask) -> tuple[Lengths, Encoded
     except BaseException as error:
         if not is_encoding_error(error):
             raise
-        encoded, reasons = _encode_one_by_one(
-            texts, task.document_format, _open(task.tokenizer, task.fingerprint, REFERENCE)
-        )
+        reference = _open(task.tokenizer, task.fingerprint, REFERENCE)
+        reasons = _find_failures(texts, task.document_format, reference)
         kept = np.setdiff1d(kept, list(reasons))
+        encoded = _encode([texts[row] for row in kept], task.document_format, reference)
     empty = encoded.sequences == 0
     if empty.any():
         reasons |= dict.fromkeys(map(int, kept[empty]), "no tokens are left after encoding")
@@ -167,24 +167,17 @@ def encode_batch(texts: list[str], task: EncodingTask) -> tuple[Lengths, Encoded
     return kept, encoded, dict(sorted(reasons.items()))
 
 
-def _encode_one_by_one(
-    texts: list[str], document_format: DocumentFormat, encoder: Encoder
-) -> tuple[Encoded, dict[int, str]]:
-    done = []
+def _find_failures(texts: list[str], document_format: DocumentFormat, encoder: Encoder) -> dict[int, str]:
+    """The texts that cannot be encoded, each tried alone, with the reasons."""
     reasons = {}
     for row, text in enumerate(texts):
         try:
-            done.append(_encode([text], document_format, encoder))
+            _encode([text], document_format, encoder)
         except BaseException as error:
             if not is_encoding_error(error):
                 raise
             reasons[row] = str(error).partition("\n")[0]
-    empty = Encoded(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    parts = [empty, *done]
-    joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths", "sequences")]
-    masks = [part.loss_mask for part in done if part.loss_mask is not None]
-    loss_mask = None if document_format.chat is None else np.concatenate([np.zeros(0, np.uint8), *masks])
-    return Encoded(joined[0], joined[1], joined[2], loss_mask), reasons
+    return reasons
 
 
 def _encode(texts: list[str], document_format: DocumentFormat, encoder: Encoder) -> Encoded:
