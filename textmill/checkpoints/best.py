@@ -26,7 +26,7 @@ class BestRule:
 
     def best_of(self, values: Mapping[int, float]) -> int | None:
         """The step with the best value; of equal ones the first."""
-        return min(values, key=lambda step: (self._rank(values[step]), step)) if values else None
+        return next(iter(self.sorted_steps(values)), None)
 
     def sorted_steps(self, values: Mapping[int, float]) -> list[int]:
         """The steps, that with the best value first."""
