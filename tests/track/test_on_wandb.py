@@ -40,6 +40,7 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
         sys.modules, "openai", raising=False
     )  # W&B prints an advertisement if it sees it, and another test may have loaded it
     monkeypatch.setenv("WANDB_ENTITY", "millers")
+    monkeypatch.setenv("WANDB_NAME", "stone 1")
     monkeypatch.setenv("WANDB_TAGS", "first,small")
     monkeypatch.setenv("WANDB_RUN_GROUP", "stones")
     from wandb.proto.wandb_internal_pb2 import Record
@@ -61,7 +62,8 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
     ]
     assert [float(values["loss"]) for values in logged] == [3.0, 1.5]
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
-    assert (run.project, run.entity, run.run_group, list(run.tags)) == ("mill", "millers", "stones", ["first", "small"])
+    assert (run.project, run.entity, run.display_name, run.run_group) == ("mill", "millers", "stone 1", "stones")
+    assert list(run.tags) == ["first", "small"]
     assert capfd.readouterr() == ("", "")
 
 

@@ -222,9 +222,8 @@ TARGETS = {
     "@wandb": "wandb_project wandb_log wandb wandb_dir logger_name tensorboard_dir tensorboard_log_dir",
     "track.kinds": "report_to",
     "track.project": "project",
-    "set the environment variables WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, which wandb reads itself": """
-        wandb_username wandb_entity wandb_tags wandb_group""",
-    "track.name": "wandb_run_name run_name wandb_exp_name",
+    "set WANDB_ENTITY, WANDB_NAME, WANDB_TAGS or WANDB_RUN_GROUP in the environment": """
+        wandb_username wandb_entity wandb_run_name run_name wandb_exp_name wandb_tags wandb_group""",
     # no key: what to do instead
     _RESUMES: """restart resume_from_checkpoint adlr_autoresume adlr_autoresume_interval resume_from_step resume
         ckpt_step""",
@@ -326,7 +325,7 @@ TARGETS = {
     "set train.evaluate_batches to it divided by train.batch and train.length": "eval_tokens",
     "set train.sample_prompts; they are continued with every checkpoint": "sample_every",
     "not needed: folder or train.folder names the run": "model_tag",
-    "track.name names the run on W&B; train.folder names its folder": "run",
+    "train.folder names the run's folder, WANDB_NAME in the environment the run on W&B": "run",
     "not available: attention sees all earlier tokens": "window_pattern window_size sliding_window",
     "not needed: merges are read from the file next to the vocabulary: merges.txt, or NAME-merges.txt": "merge_file",
     "not needed: paragraphs keep their line breaks; corpus.rules changes that": """keep_linebreaks keep_newlines

@@ -238,9 +238,7 @@ class TrackConfig(Section):
     kinds: list[Literal["tensorboard", "wandb"]] = changeable([])
     """tensorboard, wandb (extra: textmill[track])."""
     project: str = changeable("textmill")
-    """Project in W&B."""
-    name: str | None = changeable(None)
-    """Name of the run in W&B; default: the run folder's name."""
+    """Project in W&B; the environment has the rest, such as WANDB_ENTITY and WANDB_NAME."""
 
 
 class PlanConfig(Section):

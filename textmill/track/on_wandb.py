@@ -25,7 +25,7 @@ class WeightsAndBiases:
         offline = is_offline()
         self._run = wandb.init(
             project=config.project,
-            name=config.name or folder.name,
+            name=os.environ.get("WANDB_NAME", folder.name),
             id=run_id,
             dir=str(folder),
             config=settings,
