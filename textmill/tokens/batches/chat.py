@@ -135,7 +135,8 @@ class ChatLayout:
         parts = [[(first, last)] for first, last in edges.T.tolist()]
         for number in too_long.tolist():
             first, last = parts[number][0]
-            parts[number] = kept_spans(self.loss_mask[first:last], self.length + 1, first)
+            kept = kept_spans(self.loss_mask[first:last], self.length + 1)
+            parts[number] = [(first + start, first + stop) for start, stop in kept]
         spans = np.array([span for part in parts for span in part])
         return spans[:, 0], spans[:, 1] - spans[:, 0], np.repeat(numbers, [len(part) for part in parts])
 
@@ -249,7 +250,7 @@ def count_conversations(layout: ChatLayout, stop: int) -> ChatCounts:
     return counts
 
 
-def kept_spans(loss: NDArray[Any], most: int, offset: int = 0) -> list[tuple[int, int]]:
+def kept_spans(loss: NDArray[Any], most: int) -> list[tuple[int, int]]:
     """The ranges of a conversation that are kept, `most` tokens or fewer; `loss` is its loss mask.
 
     A question and its answer are kept or dropped together: the last ones that fit.
@@ -259,20 +260,19 @@ def kept_spans(loss: NDArray[Any], most: int, offset: int = 0) -> list[tuple[int
     is_answer = np.concatenate([[False], np.asarray(loss) > 0, [False]])
     ends = np.flatnonzero(is_answer[:-1] & ~is_answer[1:])  # behind the last token of each answer
     if not len(ends):
-        return [(offset + len(loss) - most, offset + len(loss))]
+        return [(len(loss) - most, len(loss))]
     edges = np.concatenate([[0], ends])
     fitting = np.flatnonzero(edges[-1] - edges[:-1] <= most)
     if len(fitting):
-        return [(offset + int(edges[fitting[0]]), offset + int(edges[-1]))]
+        return [(int(edges[fitting[0]]), int(edges[-1]))]
     begin, end = int(edges[-2]), int(edges[-1])
     answer = begin + int(np.flatnonzero(is_answer[begin + 1 : end + 1])[0])
     question = min(answer - begin, max(most - (end - answer), int(QUESTION_FRACTION * most), 1))
     tail = question // 2
     stop = min(end, answer + most - question)
     if question == answer - begin:
-        return [(offset + begin, offset + stop)]
-    head = (offset + begin, offset + begin + question - tail)
-    return [head, (offset + answer - tail, offset + stop)]
+        return [(begin, stop)]
+    return [(begin, begin + question - tail), (answer - tail, stop)]
 
 
 def example_conversations(layout: ChatLayout, tokenizer: TextTokenizer) -> Iterator[list[TextSpan]]:
