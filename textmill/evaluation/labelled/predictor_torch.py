@@ -44,7 +44,7 @@ class Predictor:
         self.length = min(length or self.net.shape.positions, self.net.shape.positions)
         self.overlap = min(overlap, self.length // 2)
         self.encoder = ExampleEncoder(self.tokenizer, self.task, self.length, self.overlap, self.names)
-        self.pad_id = self.tokenizer.eos_id if self.tokenizer.pad_id is None else self.tokenizer.pad_id
+        self.pad_id = self.tokenizer.padding_id
 
     def predict(self, examples: Iterator[Example]) -> Iterator[tuple[Example, list[Sample], list[Logits]]]:
         """Each example with its samples and their logits.

@@ -232,7 +232,7 @@ def _build_layout(
             settings=train.masked,
             folder=folder,
         )
-    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
+    pad_id = tokenizer.padding_id
     if train.layout == "labelled":
         return LabelledLayout(store, length=length, seed=seed, pad_id=pad_id, sep_id=tokenizer.sep_id, vocab=vocab)
     if train.layout == "chat":

@@ -57,11 +57,10 @@ def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> Masked
             f"the tokenizer has no {missing}, which train.layout=masked needs; set tokenizer.kind=wordpiece, or "
             f"tokenizer.kind=unigram with tokenizer.special_tokens=<mask>, and make the tokenizer again"
         )
-    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     return MaskedTokens(
         cls_id=cls_id,
         sep_id=tokenizer.sep_id,
-        pad_id=pad_id,
+        pad_id=tokenizer.padding_id,
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         rule=_masking_rule(tokenizer, mask_id, settings),

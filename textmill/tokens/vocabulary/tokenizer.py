@@ -155,6 +155,11 @@ class TextTokenizer:
         return self._id_of("pad_token")
 
     @property
+    def padding_id(self) -> int:
+        """The token that fills up samples: the padding token, or the end-of-text token if there is none."""
+        return self.eos_id if self.pad_id is None else self.pad_id
+
+    @property
     def unk_id(self) -> int | None:
         """The token for characters outside the vocabulary, if there is one."""
         unknown = self._id_of("unk_token")
