@@ -34,8 +34,9 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
         faults += _report(folder, find_stage_damage(folder))
     for folder in checkpoints:
         faults += _report(folder, find_checkpoint_damage(folder) or _find_manifest_damage(folder))
-    for folder in {path.parent for path in checkpoints if path != root}:
-        faults += _report_run_yaml(folder)
+    for run in {path.parent for path in checkpoints if path != root}:
+        if damage := find_yaml_damage(run):  # its run.yaml has a line with its own checksum
+            faults += _report(run, damage)
     if faults:
         raise TextmillError(f"{len(faults)} faults: {'; '.join(faults)}")
     return stages + checkpoints
@@ -57,11 +58,6 @@ def _find_manifest_damage(checkpoint: Path) -> list[str]:
     return [
         f"{path.name} has other bytes than those that were written" for path in manifests if not is_as_written(path)
     ]
-
-
-def _report_run_yaml(run: Path) -> list[str]:
-    """Check the run.yaml of a run, which has a line with its own checksum."""
-    return _report(run, faults) if (faults := find_yaml_damage(run)) else []
 
 
 def _report(folder: Path, faults: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import ModelConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.devices import measure_matmul, memory_of, name_of, open_device
 from textmill.engines import open_engine
 from textmill.models import initial_weights, open_family
@@ -58,15 +58,10 @@ def running_processes() -> float:
 
 def _train_rate(layers: int, width: int) -> tuple[int, float]:
     """Parameters of a net, and the operations per second of its training steps."""
-    numbers = ShapeConfig(layers=layers, width=width, heads=width // 32, positions=LENGTH)
-    config = RunConfig(
-        model=ModelConfig(size="nano", shape=numbers),
-        train=TrainConfig(batch=ROWS, length=LENGTH, optimizer="muon"),
-        engine=TorchEngine(device="cpu"),
-    )
-    family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
-    engine = open_engine(config.engine, config.train, shape)
+    model = ModelConfig(shape=ShapeConfig(layers=layers, width=width, heads=width // 32, positions=LENGTH))
+    shape = open_family("gpt2").shape_of(model, vocab=VOCAB, eos_id=0)
+    train = TrainConfig(batch=ROWS, length=LENGTH, optimizer="muon")
+    engine = open_engine(TorchEngine(device="cpu"), train, shape)
     engine.load(initial_weights(shape, 0), [], 0, "a probe")
     random = np.random.default_rng(0)
     ids = random.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
