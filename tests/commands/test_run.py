@@ -90,7 +90,7 @@ UNUSABLE = {
     "engine.mesh={tensor: 3}": "engine.mesh: .* needs 3 processes, found 1",
     "engine.device=cuda:99": "engine.device: 'cuda:99' is not available",
     "engine.precision=fp8 engine.device=cpu": "engine.precision: fp8 needs a GPU",
-    "engine.kind=jax engine.mesh.tensor=3 engine.device=cpu": "engine.mesh: .* need 3 devices",
+    "engine.kind=jax engine.mesh.tensor=3 engine.device=cpu": "engine.mesh: .* needs 3 devices",
     "engine.kind=deepspeed train.optimizer=adamw train.learning_rate=1e-3 engine.deepspeed_config=none.json": (
         "none.json is not readable"
     ),

@@ -26,10 +26,9 @@ from textmill.devices import autocast
 from textmill.engines.deepspeed_config import fill_unset
 from textmill.engines.distillation import teacher_bytes
 from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
-from textmill.engines.meshes import Mesh, check_batch, mesh_of
+from textmill.engines.meshes import Mesh, check_batch, mesh_of, mesh_of_devices
 from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, state_names, trained_of
 from textmill.engines.parallel_torch import BUCKET_BYTES, Parallel
-from textmill.errors import TextmillError
 from textmill.models import Shape, Weight
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import weights_with_adapters
@@ -179,18 +178,10 @@ def mesh_for(engine: EngineConfig, train: TrainConfig, shape: Shape, world: int)
     """The mesh of any engine on so many devices, checked like that of a run."""
     if isinstance(engine, TorchEngine):
         return mesh_of(engine, train, shape, world)
-    mesh = Mesh(replicate=world)
     if isinstance(engine, JaxEngine):
-        axes = engine.mesh
-        replicate = axes.replicate or max(1, world // (axes.shard * axes.tensor))
-        mesh = Mesh(replicate, axes.shard, axes.tensor)
-        if mesh.data_ranks * mesh.tensor != world:
-            raise TextmillError(
-                f"engine.mesh: replicate={replicate} x shard={axes.shard} x tensor={axes.tensor} needs "
-                f"{mesh.data_ranks * mesh.tensor} devices, found {world}; set plan.devices, or other axes"
-            )
-    check_batch(train, mesh.data_ranks, engine.micro_batch, "device", "devices")
-    return mesh
+        return mesh_of_devices(engine, train, shape, world)
+    check_batch(train, world, engine.micro_batch, "device", "devices")
+    return Mesh(replicate=world)
 
 
 def is_compiled(engine: EngineConfig, mesh: Mesh, device: Device) -> bool:

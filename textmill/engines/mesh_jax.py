@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from textmill.config import JaxMesh
+from textmill.engines.meshes import Mesh as MeshSizes
 from textmill.errors import TextmillError
 
 AXES = ("replicate", "shard", "tensor")
@@ -66,27 +66,12 @@ class Shardings:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
 
-def open_mesh(config: JaxMesh, devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:
-    """The mesh of these devices; `sizes` are the net's sizes that tensor parallelism must divide."""
-    count = len(devices)
-    replica = config.shard * config.tensor
-    replicate = config.replicate or max(1, count // replica)
-    if replicate * replica != count:
-        axes = f"replicate={config.replicate or 'auto'}, shard={config.shard}, tensor={config.tensor}"
-        raise TextmillError(
-            f"engine.mesh: {axes} need {replicate * replica} devices, found {count}; make their product {count}"
-        )
-    for what, number in sizes.items():
-        if number % config.tensor:
-            divisors = range(1, config.tensor + 1)
-            near = max(size for size in divisors if all(other % size == 0 for other in sizes.values()))
-            raise TextmillError(
-                f"engine.mesh.tensor: {config.tensor} does not divide the net's {number} {what}; {near} does"
-            )
+def place_mesh(sizes: MeshSizes, devices: list[jax.Device]) -> Mesh:
+    """The mesh of these devices."""
     local = len(devices) // (1 + max(device.process_index for device in devices))
-    if local % config.tensor:
+    if local % sizes.tensor:
         raise TextmillError(
-            f"engine.mesh.tensor: a process has {local} devices, which {config.tensor} does not divide; lower it"
+            f"engine.mesh.tensor: a process has {local} devices, which {sizes.tensor} does not divide; lower it"
         )
-    shape = (replicate, config.shard, config.tensor)
+    shape = (sizes.replicate, sizes.shard, sizes.tensor)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from textmill.config import TorchEngine, TrainConfig
+from textmill.config import JaxEngine, JaxMesh, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.config.own_files import is_own_file
 from textmill.errors import TextmillError
@@ -62,7 +62,7 @@ class Mesh:
 
 def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -> Mesh:
     """The mesh of `engine.mesh` for `world` ranks, checked against batch and net."""
-    mesh = _build_mesh(engine.mesh, world)
+    mesh = _new_mesh(engine.mesh, world)
     if engine.sync_every is not None:
         check_local_sgd(engine, train, mesh)
         mesh = replace(mesh, local=LocalSteps(engine.sync_every, engine.outer_learning_rate, engine.outer_momentum))
@@ -74,8 +74,7 @@ def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -
             "engine.precision: fp8 does not work with tensor parallelism; "
             "set engine.precision=auto, or engine.mesh.tensor=1"
         )
-    if mesh.tensor > 1:
-        check_divides_net(shape, mesh.tensor)
+    check_divides_net(shape, mesh.tensor)
     length = train.length or shape.positions
     if mesh.sequence and length % mesh.tensor:
         raise TextmillError(
@@ -85,22 +84,38 @@ def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -
     return mesh
 
 
-def _build_mesh(config: MeshConfig, world: int) -> Mesh:
-    replica = config.shard * config.tensor * config.pipeline
-    replicate = config.replicate or max(1, world // replica)
-    if replicate * replica != world:
-        axes = f"replicate={replicate} x shard={config.shard} x tensor={config.tensor}"
-        axes += f" x pipeline={config.pipeline}" if config.pipeline > 1 else ""
-        near = f"{world // replica * replica} or {(world // replica + 1) * replica}" if world > replica else replica
-        fitting = replicate * replica if config.replicate else near
+def mesh_of_devices(engine: JaxEngine, train: TrainConfig, shape: Shape, devices: int) -> Mesh:
+    """The mesh of `engine.mesh` for JAX's devices, checked against batch and net."""
+    mesh = _new_mesh(engine.mesh, devices, "devices")
+    check_batch(train, mesh.data_ranks, engine.micro_batch, "device", "devices")
+    check_divides_net(shape, mesh.tensor)
+    if shape.padded_vocab % mesh.tensor:
         raise TextmillError(
-            f"engine.mesh: {axes} needs {replicate * replica} processes, found {world}; "
-            f"start {fitting}, or set other axes"
+            f"engine.mesh.tensor: {mesh.tensor} does not divide the vocabulary's {shape.padded_vocab:,} rows; "
+            "set a power of two"
         )
-    sequence = config.sequence_parallel and config.tensor > 1
-    return Mesh(
-        replicate, config.shard, config.tensor, sequence, config.keep_gathered, config.pipeline, config.schedule
-    )
+    return mesh
+
+
+def _new_mesh(config: JaxMesh, world: int, unit: str = "processes") -> Mesh:
+    mesh = Mesh(shard=config.shard, tensor=config.tensor)
+    if isinstance(config, MeshConfig):
+        mesh = replace(
+            mesh,
+            sequence=config.sequence_parallel and config.tensor > 1,
+            keep_gathered=config.keep_gathered,
+            pipeline=config.pipeline,
+            schedule=config.schedule,
+        )
+    replica = mesh.world
+    mesh = replace(mesh, replicate=config.replicate or max(1, world // replica))
+    if mesh.world != world:
+        axes = f"replicate={mesh.replicate} x shard={mesh.shard} x tensor={mesh.tensor}"
+        axes += f" x pipeline={mesh.pipeline}" if mesh.pipeline > 1 else ""
+        near = f"{world // replica * replica} or {(world // replica + 1) * replica}" if world > replica else replica
+        start = f"start {mesh.world if config.replicate else near}, or " if unit == "processes" else ""
+        raise TextmillError(f"engine.mesh: {axes} needs {mesh.world} {unit}, found {world}; {start}set other axes")
+    return mesh
 
 
 def check_local_sgd(engine: TorchEngine, train: TrainConfig, mesh: Mesh) -> None:

@@ -27,8 +27,8 @@ from textmill.devices import peak_flops_by_name
 from textmill.engines import EvalSums, NameFilter, Step, all_names, format_compile_time
 from textmill.engines.losses_jax import chunk_tokens, loss_and_correct, summed_loss, token_weights
 from textmill.engines.memory import GPU_FRACTION, JAX_ACTIVATION_BYTES, largest_divisor, largest_on_cpu
-from textmill.engines.mesh_jax import Shardings, open_mesh
-from textmill.engines.meshes import check_batch
+from textmill.engines.mesh_jax import Shardings, place_mesh
+from textmill.engines.meshes import mesh_of_devices
 from textmill.engines.micro_batches import PAIR_LOSS, check_fields, count_pairs, label_arrays, named_sums, part_of
 from textmill.engines.optimizers.step_jax import Optimizer, check_optimizer, new_step
 from textmill.engines.ranks_torch import open_ranks
@@ -65,12 +65,9 @@ def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world
 def _open_shardings(engine: JaxEngine, train: TrainConfig, shape: Shape) -> tuple[list[jax.Device], Shardings]:
     """The devices, and the sharding of the net's weights on their mesh."""
     devices = open_devices(engine.device)
-    weights = shape.weights()
-    sizes = shape.tensor_parallel_sizes() | {weight.parameter: weight.outputs for weight in weights if weight.by_token}
-    split = {weight.name: weight.split for weight in weights if weight.split is not None}
-    shardings = Shardings(open_mesh(engine.mesh, devices, sizes), split)
-    check_batch(train, shardings.data_devices, engine.micro_batch, "device", "devices")
-    return devices, shardings
+    mesh = mesh_of_devices(engine, train, shape, len(devices))
+    split = {weight.name: weight.split for weight in shape.weights() if weight.split is not None}
+    return devices, Shardings(place_mesh(mesh, devices), split)
 
 
 def new_engine(engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None, ranks: Ranks) -> OnJax:
