@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from textmill.checkpoints.adapters import Adapter, open_adapter, read_base_and_adapter
+from textmill.checkpoints.adapters import ADAPTER_CONFIG, open_adapter, read_base_and_adapter
 from textmill.config import LoraConfig, ModelConfig, ShapeConfig
-from textmill.models import Shape, open_family, read_shape
+from textmill.models import open_family, read_shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import weights_with_adapters
 from textmill.models.nets_torch import fill, new_net
 from textmill.models.weights import sample_weights
+from textmill.storage.files import read_json
 
 
 def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Any:
@@ -28,18 +29,15 @@ def noisy_weights(shape: Any, seed: int = 3, lora: LoraConfig | None = None) -> 
     return [(name, values + dice.normal(0, 0.05, values.shape).astype(np.float32)) for name, values in first]
 
 
-def lora_config_of(adapter: Adapter, shape: Shape) -> LoraConfig:
-    """The settings with which a net has the adapters of a folder: exactly its matrices as targets."""
+def open_with_adapters(folder: Path) -> BaseNet:
+    """The net of an adapter folder, with its adapters as branches, as in training: exactly its matrices as targets."""
+    adapter, shape = open_adapter(folder), read_shape(folder)
     known = {weight.stem: weight.parameter.removesuffix(".weight") for weight in shape.weights()}
     named = [(stem + ".weight", first) for stem, (first, _) in adapter.pairs.items()]
     stems = [name.removesuffix(".weight") for name, _ in open_family(shape.family).known_weights(named)]
     targets = [known.get(stem, stem) for stem in stems]
-    return LoraConfig(rank=adapter.rank, alpha=adapter.scale * adapter.rank, dropout=adapter.dropout, targets=targets)
-
-
-def open_with_adapters(folder: Path) -> BaseNet:
-    """The net of an adapter folder, with its adapters as branches, as in training."""
-    adapter, shape = open_adapter(folder), read_shape(folder)
-    net = new_net(shape, torch.device("cpu"), lora_config_of(adapter, shape))
+    dropout = read_json(folder / ADAPTER_CONFIG).get("lora_dropout", 0.0)
+    lora = LoraConfig(rank=adapter.rank, alpha=adapter.scale * adapter.rank, dropout=dropout, targets=targets)
+    net = new_net(shape, torch.device("cpu"), lora)
     fill(net, read_base_and_adapter(adapter), str(folder))
     return net

@@ -60,8 +60,6 @@ class Adapter:
     rank: int
     scale: float
     """The factor of the product of the two matrices: alpha / rank."""
-    dropout: float
-    """Dropout on the inputs of the first matrix in training."""
     inputs_first: bool
     """Whether the base's matrices are inputs x outputs, as PEFT's fan_in_fan_out says."""
     pairs: dict[str, tuple[Array, Array]]
@@ -197,9 +195,6 @@ def open_adapter(folder: Path) -> Adapter:
             f"{where}: modules_to_save is {settings['modules_to_save']!r}; textmill reads entire modules of heads for "
             f"labels only, with a task_type of {', '.join(LABEL_TASKS)}"
         )
-    dropout = settings.get("lora_dropout", 0.0)
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it must be at least 0 and below 1")
     if not (folder / ADAPTER_MODEL).is_file():
         raise TextmillError(f"{folder}: no {ADAPTER_MODEL} found; save the adapter as safetensors")
     pairs, full_weights = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
@@ -208,7 +203,7 @@ def open_adapter(folder: Path) -> Adapter:
     inputs_first = bool(settings.get("fan_in_fan_out"))
     if settings.get("task_type") in LABEL_TASKS and not (folder / MERGED_CONFIG).is_file():
         _check_heads(folder, base, full_weights)
-    return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, full_weights)
+    return Adapter(settings["base_model_name_or_path"], base, rank, scale, inputs_first, pairs, full_weights)
 
 
 def _check_heads(folder: Path, base: Path, full_weights: dict[str, Array]) -> None:
