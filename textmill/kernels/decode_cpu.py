@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda x: x,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
@@ -50,7 +49,6 @@ def read_layer(module: Any) -> Matrix | Norm:
 class Kernels:
     """The functions, for one set of slots with the KV cache [layers, slots, length, K, 2, D]."""
 
-    MAX_FUSED_TEXTS = 2**31
     MAX_FUSED_WIDTH = 2**31
     ACTIVATIONS = ACTIVATIONS
 
