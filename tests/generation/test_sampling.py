@@ -262,7 +262,7 @@ def test_captured_sampling_chooses_what_the_kernels_choose(monkeypatch: pytest.M
                 one = sampling.keep_top_k(one, settings.top_k_N[row][None, None], int(settings.top_k_N[row]))
             if settings.top_p_N is not None and settings.top_p_N[row] < 1:
                 one = sampling.keep_top_p(one, settings.top_p_N[row][None, None])
-            one = one.masked_fill(one < settings.least_N[row], -torch.inf)
+            one = one.masked_fill(one < settings.log_min_p_N[row], -torch.inf)
             chosen.append(int(sampling.sample_ids(one, uniforms[row : row + 1])))
         return torch.tensor(chosen)
 

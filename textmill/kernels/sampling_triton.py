@@ -283,8 +283,8 @@ class RowSettings(NamedTuple):
     """0: no limit; None if no row has one. All logits that equal the k-th largest are kept."""
     top_p_N: Tensor | None
     """1: no limit; None if no row has one. All logits that equal the last one kept are kept too."""
-    least_N: Tensor
-    """ln(min_p) in fp64."""
+    log_min_p_N: Tensor
+    """In fp64; minus infinity: no limit."""
 
 
 def sample_ids(logits_NV: Tensor, banned_NK: Tensor | None, settings: RowSettings, uniforms_N: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def sample_ids(logits_NV: Tensor, banned_NK: Tensor | None, settings: RowSetting
     given, (sizes, shape), (maxima_NP, ids_NP, not_finite_NP) = _find_maxima(logits_NV, banned_NK)
     rows, parts = maxima_NP.shape
     rounds = 4 if logits_NV.dtype == torch.bfloat16 else 8
-    temperatures_N, top_k_N, top_p_N, least_N = settings
+    temperatures_N, top_k_N, top_p_N, log_min_p_N = settings
     k_N = temperatures_N if top_k_N is None else top_k_N
     p_N = temperatures_N if top_p_N is None else top_p_N
     sums = torch.zeros(rows * 2 * rounds * 16 + rows, dtype=torch.long, device=logits_NV.device)
@@ -330,7 +330,7 @@ def sample_ids(logits_NV: Tensor, banned_NK: Tensor | None, settings: RowSetting
         temperatures_N,
         k_N,
         p_N,
-        least_N,
+        log_min_p_N,
         sums,
         totals_N,
         prefixes,
@@ -350,7 +350,7 @@ def sample_ids(logits_NV: Tensor, banned_NK: Tensor | None, settings: RowSetting
         ids_NP,
         not_finite_NP,
         temperatures_N,
-        least_N,
+        log_min_p_N,
         lowest_N,
         masses_NP,
         uniforms_N,
