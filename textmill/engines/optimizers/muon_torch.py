@@ -1,7 +1,7 @@
 """Muon: momentum orthogonalised by Newton-Schulz iterations, for all matrices of one shape at once.
 
-A step of a stack of matrices: `gather` updates the momenta and returns Nesterov's look-ahead, `orthogonalise` turns it
-into steps, `apply` changes the weights. GPT-2's c_attn is three matrices (queries, keys, values), and so three entries.
+A step of a stack of matrices: `update_momenta` returns Nesterov's look-ahead, `orthogonalise` turns it into steps,
+`apply` changes the weights. GPT-2's c_attn is three matrices (queries, keys, values), and so three entries.
 
 Muon needs a matrix as a whole, but a rank of a mesh has only a part of it. So `ShardedMuon` assigns matrix number n to
 rank n % world, its owner, which has its full momentum. A step of 4 matrices on 2 ranks:
@@ -148,7 +148,7 @@ class Muon:
     def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor | None = None) -> None:
         """One update with gradients x `gradient_factor`, none if `updated` is false; does not wait for the device."""
         for key, stack in self.stacks.items():
-            steps = orthogonalise(stack.gather(gradient_factor, updated))
+            steps = orthogonalise(stack.update_momenta(gradient_factor, updated))
             stack.apply(steps, lr, lr * ADAM_SCALE * math.sqrt(key.columns), updated)
 
     def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
@@ -182,13 +182,13 @@ class Stack:
         # On a CPU without bf16 units, bf16 takes minutes where fp32 takes seconds.
         self.precision = torch.bfloat16 if self.momenta.is_cuda else torch.float32
 
-    def gather(self, gradient_factor: Tensor, updated: Tensor) -> Tensor:
+    def update_momenta(self, gradient_factor: Tensor, updated: Tensor) -> Tensor:
         """Update the momenta; return Nesterov's look-ahead, each matrix divided by its norm."""
         grads = self._stacked([matrix.parameter.grad for matrix in self.matrices])  # type: ignore[misc]
         return divide_by_norm(self.blend(self.momenta, grads, self.beta, gradient_factor, updated, self.precision))
 
     def apply(self, steps: Tensor, lr: float | Tensor, step_size: float | Tensor, updated: Tensor) -> None:
-        """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
+        """After `update_momenta`: decay the weights by `lr` and subtract steps x `step_size`."""
         for decay, views in self.decays.items():
             torch._foreach_mul_(views, torch.where(updated, 1 - lr * decay, 1.0))
         scaled = (steps.float() * (torch.where(updated, step_size, 0.0) * self.rates)).unsqueeze(1).unbind()
@@ -358,7 +358,7 @@ class ShardedMuon:
                     self.muon.load_state(name, self.changes[number], full)
 
 
-# On a GPU three Triton kernels gather gradients into a stack, divide by norms, and apply steps to weights.
+# On a GPU three Triton kernels update momenta and stack their look-ahead, divide by norms, and apply steps to weights.
 #
 # A stack is B matrices of R rows and C columns, R <= C; a tall matrix is stacked as its transpose. Weights, gradients
 # and momenta stay in the layout of the parameter, of which a matrix is only some rows. A parameter [12, 4] of 2 heads:
@@ -368,7 +368,7 @@ class ShardedMuon:
 #
 # The keys are rows 2, 3, 8 and 9, so their `MatrixLayout` has rows_per_group 2, gap 4 (rows 4 to 7) and first_row 2.
 #
-# Each program of `_gather` and `_apply` handles a square tile of one matrix, and transposes it if the matrix is tall.
+# Each program of `_update_momenta` and `_apply` handles a square tile of one matrix, transposed if the matrix is tall.
 
 ALIGNMENT = 16
 """Alignment in bytes that kernels assume of every load_pointer."""
@@ -446,7 +446,7 @@ def _locate_tile(layouts, matrix, R, C, SIDE: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gather(  # type: ignore[no-untyped-def]
+def _update_momenta(  # type: ignore[no-untyped-def]
     layouts, gradients, momenta, stack, tile_norms, gradient_factor, updated, R, C, gradient_weight, SIDE: tl.constexpr
 ):
     """Update a tile of a momentum; write Nesterov's look-ahead into the stack, and the norm of this tile."""
@@ -545,14 +545,14 @@ class FusedStack:
         self.known_addresses: tuple[int, ...] = ()
         """Addresses of weights and gradients at the last step."""
 
-    def gather(self, gradient_factor: Tensor, updated: Tensor) -> Tensor:
+    def update_momenta(self, gradient_factor: Tensor, updated: Tensor) -> Tensor:
         """Update the momenta; return Nesterov's look-ahead, each matrix divided by its norm."""
         (R, C), device = self.shape, self.flat_momenta.device
         gradients = [_to_kernel_format(parameter.grad) for parameter in self.parameters]
         self._update_addresses(gradients)
         stack = torch.empty(self.matrix_count, R, C, dtype=torch.bfloat16, device=device)
         tile_norms = torch.empty(self.matrix_count, self.grid[0], device=device)
-        _gather[self.grid](
+        _update_momenta[self.grid](
             self.layouts,
             self.gradient_addresses,
             self.flat_momenta,
@@ -572,7 +572,7 @@ class FusedStack:
         return stack
 
     def apply(self, steps: Tensor, lr: float | Tensor, step_size: float | Tensor, updated: Tensor) -> None:
-        """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
+        """After `update_momenta`: decay the weights by `lr` and subtract steps x `step_size`."""
         if isinstance(lr, Tensor) and isinstance(step_size, Tensor):
             rates = torch.stack([lr, step_size])
         else:
