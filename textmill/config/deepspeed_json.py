@@ -79,55 +79,24 @@ REQUIRED_VALUES = {
     "scheduler.params.lr_range_test_staircase": False,
 }
 """Keys that would change sums, precision or samples, and the only values the engine supports."""
-TYPES: dict[str, tuple[type, ...]] = {
-    "an object": (dict,),
-    "an object or null": (dict, NoneType),
-    "true or false": (bool,),
-    "a number": (int, float),
-    "a string": (str,),
-    "a string or null": (str, NoneType),
-}
-KEYS_BY_TYPE: dict[str, tuple[str, ...]] = {
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "an object": (
-        "zero_optimization",
-        "fp16",
-        "bf16",
-        "data_types",
-        "optimizer",
-        "optimizer.params",
-        "scheduler",
-        "scheduler.params",
-        "aio",
-        "activation_checkpointing",
-        "checkpoint",
-        "comms_logger",
-        "compile",
-        "csv_monitor",
-        "data_efficiency",
-        "flops_profiler",
-        "pipeline",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "wandb",
+        (dict,),
+        """zero_optimization fp16 bf16 data_types optimizer optimizer.params scheduler scheduler.params aio
+        activation_checkpointing checkpoint comms_logger compile csv_monitor data_efficiency flops_profiler pipeline
+        tensor_parallel tensorboard timers torch_autocast wandb""",
     ),
-    "an object or null": ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+    "an object or null": ((dict, NoneType), "zero_optimization.offload_optimizer zero_optimization.offload_param"),
     "true or false": (
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "prescale_gradients",
-        "disable_allgather",
-        "dataloader_drop_last",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
+        (bool,),
+        """wall_clock_breakdown memory_breakdown dump_state prescale_gradients disable_allgather dataloader_drop_last
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
     ),
-    "a number": ("steps_per_print", "gradient_predivide_factor"),
-    "a string": ("optimizer.type", "scheduler.type", "gradient_allreduce_op"),
-    "a string or null": ("communication_data_type",),
+    "a number": ((int, float), "steps_per_print gradient_predivide_factor"),
+    "a string": ((str,), "optimizer.type scheduler.type gradient_allreduce_op"),
+    "a string or null": ((str, NoneType), "communication_data_type"),
 }
-"""Keys whose type is checked here, because DeepSpeed or this module reads them without a check."""
+"""Types in words, and the keys that must have them, because DeepSpeed or this module reads them without a check."""
 
 
 def read_user_config(path: str | None) -> Tree:
@@ -148,11 +117,11 @@ def read_user_config(path: str | None) -> Tree:
 
 
 def check_types(tree: Tree, where: str) -> None:
-    for kind, names in KEYS_BY_TYPE.items():
-        for name in names:
+    for kind, (types, names) in TYPES.items():
+        for name in names.split():
             parent, _, key = name.rpartition(".")
             section = tree.get(parent, {}) if parent else tree
-            if key in section and not isinstance(found := section[key], TYPES[kind]):
+            if key in section and not isinstance(found := section[key], types):
                 raise TextmillError(f"{where}: {name} is {json.dumps(found)}; it must be {kind}")
 
 
