@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ def serve(
     services[0].model.start()
     configs = [config, *(other.config for other in others)]
     followed = [
-        FollowedRun(service, one.folder_of("train"), partial(open_service, one, "latest", service))
+        FollowedRun(service, one)
         for service, one in zip(services, configs, strict=True)
         if follow and list_checkpoints(one.folder_of("train"))
     ]
@@ -149,26 +149,22 @@ class FollowedRun(NamedTuple):
     """A run that is still training, and the service of its newest checkpoint."""
 
     service: Service
-    folder: Path
-    open_newest: Callable[[], Service]
+    config: RunConfig
 
 
 async def follow_run(models: ServedModels, run: FollowedRun) -> None:
     """Change to each newer checkpoint of a run, as soon as it is complete."""
+    service, config = run
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
         try:
-            if await asyncio.to_thread(newest_step, run.folder) > run.service.step:
-                newer = await asyncio.to_thread(run.open_newest)
-                if newer.step > run.service.step:  # else the newest one is damaged
-                    await models.replace(run.service, newer)
+            checkpoints = await asyncio.to_thread(list_checkpoints, config.folder_of("train"))
+            if max(checkpoints, default=0) > service.step:
+                newer = await asyncio.to_thread(open_service, config, "latest", service)
+                if newer.step > service.step:  # else the newest one is damaged
+                    await models.replace(service, newer)
         except TextmillError as error:  # it may have been deleted meanwhile
             warn(f"--follow: {error}; trying again")
-
-
-def newest_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint; 0 if there is none."""
-    return max(list_checkpoints(folder), default=0)
 
 
 def find_model_name(checkpoint: Checkpoint) -> str:
