@@ -30,7 +30,7 @@ def test_a_client_that_cannot_be_written_to_has_left() -> None:
             if message["type"] == "http.response.body":
                 raise OSError("the connection is closed")
 
-        await EventStream(service, in_flight, reply, on_end=lambda: None)(scope, receive, send)
+        await EventStream(in_flight, reply, on_end=lambda: None)(scope, receive, send)
         return scope
 
     assert asyncio.run(stream()) == {"log_fields": {"ended": "left"}}

@@ -60,13 +60,13 @@ from textmill.server.model_requests import (
     find_template,
     read_chat_prompt,
     read_content,
-    read_prompt,
     read_prompts,
 )
 from textmill.server.openapi import describe_api, render_reference
-from textmill.server.replies import DROPPED_MESSAGES, ChatReply, CompletionReply, EventStream, to_json_bytes
+from textmill.server.replies import DROPPED_MESSAGES, AnyReply, ChatReply, CompletionReply, EventStream, to_json_bytes
 from textmill.server.service import (
     MAX_INPUTS,
+    InFlightRequest,
     ServedModels,
     Service,
     queue_full_error,
@@ -176,20 +176,11 @@ class Api:
 
     async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a text."""
-        service = self.models.find(body.model)
-        check_generates(service)
-        prompts = await read_prompts(service, body)
-        requests = completion_requests(service, body, prompts)
-        return await _answer(service, http, requests, CompletionReply(service, body, prompts), bool(body.stream))
+        return await _answer(http, *await _prepare_completion(self.models.find(body.model), body), bool(body.stream))
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        service = self.models.find(body.model)
-        check_generates(service)
-        use = find_tool_use(body, find_template(service))
-        prompt = await read_chat_prompt(service, body.messages, use, body.max_completion_tokens or body.max_tokens)
-        requests = chat_requests(service, body, prompt, use)
-        return await _answer(service, http, requests, ChatReply(service, body, prompt, use), bool(body.stream))
+        return await _answer(http, *await _prepare_chat(self.models.find(body.model), body), bool(body.stream))
 
     async def generate(self, http: HttpRequest) -> Response:
         """Continue a sentence, or answer it with a chat model, using the server's sampling settings."""
@@ -204,25 +195,13 @@ class Api:
             raise HttpError(400, f"sentence: {found}; use /generate?sentence=TEXT", field="sentence")
         [sentence] = sentences
         service = self.models.find(None)
-        check_generates(service)
-        if service.template is not None:
-            chat_body = ChatBody(messages=[Message(role="user", content=sentence)])
-            use = find_tool_use(chat_body, service.template)
-            prompt = await read_chat_prompt(service, chat_body.messages, use)
-            requests = chat_requests(service, chat_body, prompt, use)
-            start = ""
+        if service.template is None:
+            continued = await _prepare_completion(service, CompletionBody(prompt=sentence, echo=True))
+            text = (await _complete(http, *continued))["choices"][0]["text"]
         else:
-            prompt = await read_prompt(service, sentence, "sentence")
-            requests = completion_requests(service, CompletionBody(prompt=sentence), [prompt])
-            start = sentence
-        in_flight = await start_request(service, requests, streamed=False)
-        [text] = await wait_for_texts(service, http, in_flight)
-        assert text.done is not None
-        new_tokens = text.done.tokens
-        service.metrics.add_texts(len(prompt.ids), new_tokens, in_flight.seconds(), text.done.reused)
-        fields = {"prompt_tokens": len(prompt.ids), "new_tokens": new_tokens, "ended": text.done.reason}
-        http.scope["log_fields"].update(fields)
-        return JSONResponse({"input": sentence, "response": start + text.text}, headers=NO_CACHE)
+            answered = await _prepare_chat(service, ChatBody(messages=[Message(role="user", content=sentence)]))
+            text = (await _complete(http, *answered))["choices"][0]["message"]["content"]
+        return JSONResponse({"input": sentence, "response": text}, headers=NO_CACHE)
 
     async def embeddings(self, body: EmbeddingBody, http: HttpRequest) -> Response:
         """Return a vector for each text."""
@@ -342,32 +321,52 @@ class Api:
         return PlainTextResponse(content, media_type=METRICS_TYPE)
 
 
-async def _answer(
-    service: Service, http: HttpRequest, requests: list[Request], reply: CompletionReply | ChatReply, streamed: bool
-) -> Response:
+async def _prepare_completion(service: Service, body: CompletionBody) -> tuple[list[Request], CompletionReply]:
+    """The requests for the model, and the reply that will be made of its texts."""
+    check_generates(service)
+    prompts = await read_prompts(service, body)
+    return completion_requests(service, body, prompts), CompletionReply(service, body, prompts)
+
+
+async def _prepare_chat(service: Service, body: ChatBody) -> tuple[list[Request], ChatReply]:
+    """The same for a conversation."""
+    check_generates(service)
+    use = find_tool_use(body, find_template(service))
+    prompt = await read_chat_prompt(service, body.messages, use, body.max_completion_tokens or body.max_tokens)
+    return chat_requests(service, body, prompt, use), ChatReply(service, body, prompt, use)
+
+
+async def _answer(http: HttpRequest, requests: list[Request], reply: AnyReply, streamed: bool) -> Response:
     """Submit the requests to the model; reply with a stream, or with all texts once they are complete."""
-    in_flight = await start_request(service, requests, streamed=streamed)
+    if not streamed:
+        body = await _complete(http, requests, reply)
+        return Response(to_json_bytes(body), headers=reply.headers, media_type=JSON)
+    in_flight = await start_request(reply.service, requests, streamed=True)
+    return EventStream(in_flight, reply, on_end=lambda: _log_end(http, reply, in_flight))
 
-    def log_end() -> None:
-        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds(), reply.reused_tokens)
-        http.scope["log_fields"].update(
-            prompt_tokens=reply.prompt_tokens,
-            reused_tokens=reply.reused_tokens,
-            new_tokens=reply.new_tokens,
-            ended=",".join(reply.reasons),
-        )
 
-    if streamed:
-        return EventStream(service, in_flight, reply, on_end=log_end)
-    body = reply.build(await wait_for_texts(service, http, in_flight))
-    log_end()
-    return Response(to_json_bytes(body), headers=reply.headers, media_type=JSON)
+async def _complete(http: HttpRequest, requests: list[Request], reply: AnyReply) -> dict[str, Any]:
+    """Submit the requests to the model and wait for all of its texts; return the body of the reply."""
+    in_flight = await start_request(reply.service, requests, streamed=False)
+    body = reply.build(await wait_for_texts(http, in_flight))
+    _log_end(http, reply, in_flight)
+    return body
+
+
+def _log_end(http: HttpRequest, reply: AnyReply, in_flight: InFlightRequest) -> None:
+    reply.service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds(), reply.reused_tokens)
+    http.scope["log_fields"].update(
+        prompt_tokens=reply.prompt_tokens,
+        reused_tokens=reply.reused_tokens,
+        new_tokens=reply.new_tokens,
+        ended=",".join(reply.reasons),
+    )
 
 
 async def _run_encoder(service: Service, http: HttpRequest, request: EncoderRequest, tokens: int) -> str:
     """Run a request of this many tokens; return its result: JSON for masks, numbers in base64 for embeddings."""
     in_flight = await start_request(service, [request], streamed=False)
-    [text] = await wait_for_texts(service, http, in_flight)
+    [text] = await wait_for_texts(http, in_flight)
     service.metrics.add_texts(tokens, 0, in_flight.seconds())
     http.scope["log_fields"].update(prompt_tokens=tokens)
     return text.text

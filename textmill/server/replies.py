@@ -232,6 +232,9 @@ class ChatReply(Reply):
         return chat_logprobs(self.service.token_texts, logprobs, self.body.top_logprobs or 0)
 
 
+AnyReply = CompletionReply | ChatReply
+
+
 class TextOffsets:
     """Computes where in the text each token starts, in characters."""
 
@@ -294,16 +297,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        service: Service,
-        in_flight: InFlightRequest,
-        reply: CompletionReply | ChatReply,
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, in_flight: InFlightRequest, reply: AnyReply, on_end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **reply.headers})
         del self.headers["content-length"]
-        self.service = service
+        self.metrics = reply.service.metrics
         self.in_flight = in_flight
         self.reply = reply
         self.on_end = on_end
@@ -327,7 +324,7 @@ class EventStream(Response):
                 )
             error = sender.exception() if sender.done() else None
             if not sender.done() or isinstance(error, OSError):  # the client has left, or does not read
-                self.service.metrics.disconnects += 1
+                self.metrics.disconnects += 1
                 scope.setdefault("log_fields", {})["ended"] = "left"
             elif error is not None:
                 raise error
@@ -356,7 +353,7 @@ class EventStream(Response):
                     continue
                 if first:
                     first = False
-                    self.service.metrics.first_token.add(self.in_flight.seconds())
+                    self.metrics.first_token.add(self.in_flight.seconds())
                 events = _format_events(self.reply.next_chunks(received), self.head)
                 await send_data(events + _format_events(self._find_errors(received)))
         except HttpError as error:
@@ -372,7 +369,7 @@ class EventStream(Response):
             elif done.reason == "cancelled":
                 yield error_body(503, "the server is stopping; the text was ended early", code="stopping")
             elif done.reason == "timeout":
-                self.service.metrics.timeouts += 1
+                self.metrics.timeouts += 1
 
 
 def to_json_bytes(value: JsonObject) -> bytes:

@@ -274,7 +274,7 @@ class InFlightRequest:
     """The texts of one HTTP request, submitted together, from the model's queue to the reply."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self.service = service
         self._model = service.model
         self._received: list[IndexedChunk] = []
         self._changed = asyncio.Event()
@@ -316,7 +316,7 @@ class InFlightRequest:
 
         Ends early if the client disconnects; raises HttpError if the model is broken.
         """
-        quiet_seconds = min(QUIET_SECONDS, self._service.config.step_timeout)
+        quiet_seconds = min(QUIET_SECONDS, self.service.config.step_timeout)
         while not self.complete:
             with suppress(TimeoutError):
                 async with asyncio.timeout(quiet_seconds):
@@ -326,7 +326,7 @@ class InFlightRequest:
                 return
             received = self._received
             self._received = []
-            if not received and (problem := self._model.problem(self._service.config.step_timeout)):
+            if not received and (problem := self._model.problem(self.service.config.step_timeout)):
                 raise broken_model_error(problem)
             self._ended += sum(chunk.done is not None for _, chunk in received)
             yield received
@@ -385,7 +385,7 @@ def broken_model_error(problem: str) -> HttpError:
     return HttpError(503, problem, code="model_broken", retry_after=RETRY_BROKEN_SECONDS)
 
 
-async def wait_for_texts(service: Service, http: HttpRequest, in_flight: InFlightRequest) -> list[ReceivedText]:
+async def wait_for_texts(http: HttpRequest, in_flight: InFlightRequest) -> list[ReceivedText]:
     """Return the complete texts; cancel them if the client disconnects."""
     texts = [ReceivedText() for _ in in_flight.numbers]
     disconnect = asyncio.create_task(wait_for_disconnect(http.receive))
@@ -395,13 +395,13 @@ async def wait_for_texts(service: Service, http: HttpRequest, in_flight: InFligh
             for index, chunk in received:
                 texts[index].add(chunk)
         if not in_flight.complete:
-            service.metrics.disconnects += 1
+            in_flight.service.metrics.disconnects += 1
             raise HttpError(499, "the client disconnected", code="client_left")
     finally:
         disconnect.cancel()
         if not in_flight.complete:
             in_flight.cancel()
-    _raise_failed(service, texts)
+    _raise_failed(in_flight.service, texts)
     return texts
 
 
