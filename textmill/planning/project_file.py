@@ -60,8 +60,8 @@ def project_yaml(project: Project) -> str:
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {millions:.1f}M parameters, {_minutes(plan)}.
 #
-#   textmill run {quoted}        # all stages: {stages}
-#   textmill COMMAND --help      # every setting with its default
+#   textmill run {quoted}            # all stages: {stages}
+#   textmill COMMAND --help --all    # every setting with its default
 #
 # Paths are relative to this file. Each stage writes a folder next to it: corpus, tokenizer, tokens, run.
 # Change what you like: a finished stage is not run twice, and a change that would alter its
