@@ -60,27 +60,23 @@ def slow_rows(documents: list[list[int]], rule: FeaturesConfig, special: int) ->
                 continue
             row, real = [special, *chunk, special], len(chunk) + 2
             while len(row) < rule.max_length + 1:
-                row.append(0 if rule.pad_zero else special)
+                row.append(special)
             inputs, labels, mask = [], [], []
             for place in range(rule.max_length):
                 inputs.append(row[place])
-                mask.append(1.0 if (row[place] > 0 if rule.pad_zero else place < real) else 0.0)
-                has_loss = row[place + 1] != 0 if rule.pad_zero else place + 1 < real
-                labels.append(row[place + 1] if has_loss else -100)
+                mask.append(1.0 if place < real else 0.0)
+                labels.append(row[place + 1] if place + 1 < real else -100)
             rows.append({"input_ids": inputs, "attention_mask": mask, "labels": labels})
     return rows
 
 
 def test_the_published_rows() -> None:
-    rows = rows_of(
-        [list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, reserved_tokens=2, stride=4, pad_zero=True)
-    )
+    """Those of jax-lm-training, but for the padding, which is 0 there."""
+    rows = rows_of([list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, reserved_tokens=2, stride=4))
     chunks = [range(1, 8), range(5, 12), range(9, 16), range(13, 20)]
     whole = [{"input_ids": [END, *chunk], "attention_mask": [1.0] * 8, "labels": [*chunk, END]} for chunk in chunks]
-    last = [END, 17, 18, 19, 20, END, 0, 0], [1.0] * 6 + [0.0] * 2, [17, 18, 19, 20, END, -100, -100, -100]
+    last = [END, 17, 18, 19, 20, END, END, END], [1.0] * 6 + [0.0] * 2, [17, 18, 19, 20, END, -100, -100, -100]
     assert rows == [*whole, dict(zip(SCHEMA.names, last, strict=True))]
-    real = rows_of([list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, reserved_tokens=2, stride=4))
-    assert real == [*whole, {**rows[-1], "input_ids": [END, 17, 18, 19, 20, END, END, END]}]
 
 
 def test_the_published_chunks_of_the_defaults() -> None:
@@ -92,7 +88,7 @@ def test_the_published_chunks_of_the_defaults() -> None:
     assert sum(row["attention_mask"]) == 174
 
 
-def test_token_0_is_masked_only_with_pad_zero() -> None:
+def test_token_0_is_a_token_like_others() -> None:
     rule = FeaturesConfig(max_length=8, min_length=2, stride=8)
     (row,) = rows_of([[5, 0, 7]], rule)
     assert row == {
@@ -100,26 +96,17 @@ def test_token_0_is_masked_only_with_pad_zero() -> None:
         "attention_mask": [1.0] * 5 + [0.0] * 3,
         "labels": [5, 0, 7, END, *[-100] * 4],
     }
-    (row,) = rows_of([[5, 0, 7]], rule.model_copy(update={"pad_zero": True}))
-    assert row["attention_mask"] == [1, 1, 0, 1, 1, 0, 0, 0]
-    assert row["labels"] == [5, -100, 7, END, *[-100] * 4]
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 40), max_size=8),
-    data=st.data(),
-    pad_zero=st.booleans(),
-    special=st.sampled_from([0, 9]),
-)
-def test_rows_follow_the_documented_rule(sizes: list[int], data: st.DataObject, pad_zero: bool, special: int) -> None:
+@given(sizes=st.lists(st.integers(0, 40), max_size=8), data=st.data(), special=st.sampled_from([0, 9]))
+def test_rows_follow_the_documented_rule(sizes: list[int], data: st.DataObject, special: int) -> None:
     longest = data.draw(st.integers(2, 20))
     rule = FeaturesConfig(
         max_length=longest,
         min_length=data.draw(st.integers(0, longest)),
         stride=data.draw(st.integers(1, 25)),
         reserved_tokens=data.draw(st.integers(0, min(4, longest))),
-        pad_zero=pad_zero,
     )
     documents = [data.draw(st.lists(st.integers(0, 12), min_size=size, max_size=size)) for size in sizes]
     assert rows_of(documents, rule, special) == slow_rows(documents, rule, special)
@@ -283,7 +270,7 @@ def empty_store(folder: Path) -> TokenStore:
 
 def test_unusable_rows_are_an_error(tmp_path: Path) -> None:
     store = empty_store(tmp_path)
-    rows = rows_of([list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, stride=4, pad_zero=True))
+    rows = rows_of([list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, stride=4))
     table = foreign(tmp_path / "good", rows)
     layout = FeaturesLayout(FeatureRows(table), store, length=8, seed=None, vocab=END + 1)
     assert sorted(pairs_of(layout.build_samples(np.arange(5)))) == sorted(

@@ -23,8 +23,6 @@ class FeaturesConfig(Section):
     """Tokens from the start of a chunk to the start of the next; below `max_length` they overlap."""
     reserved_tokens: int = Field(2, ge=0)
     """Positions reserved for special tokens: a chunk has at most `max_length - reserved_tokens + 1` tokens."""
-    pad_zero: bool = False
-    """Pad with id 0 as jax-lm-training does; token 0 of a text then has no loss and is masked out."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> FeaturesConfig:

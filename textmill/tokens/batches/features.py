@@ -210,16 +210,14 @@ def cut_chunks(lengths: NDArray[Any], rule: FeaturesConfig) -> Chunks:
 def build_rows(ids: NDArray[Any], counts: Numbers, rule: FeaturesConfig, special: int) -> dict[str, NDArray[Any]]:
     """Build rows from chunks, which are concatenated in `ids`: special token, chunk, special token, padding.
 
-    Padding has attention mask 0 and no loss.
+    Padding is the special token too, with attention mask 0 and no loss.
     """
     width = rule.max_length + 1
-    rows = np.full((len(counts), max(width, int(counts.max(initial=0)) + 2)), 0 if rule.pad_zero else special, np.int64)
+    rows = np.full((len(counts), max(width, int(counts.max(initial=0)) + 2)), special, np.int64)
     positions = np.arange(rows.shape[1])
     lengths = counts[:, None]
     rows[(positions >= 1) & (positions <= lengths)] = ids
-    rows[:, 0] = special
-    rows[np.arange(len(counts)), counts + 1] = special
-    filled = rows > 0 if rule.pad_zero else positions < lengths + 2
+    filled = positions < lengths + 2
     labels = np.where(filled[:, 1:width], rows[:, 1:width], IGNORED)
     return {
         "input_ids": rows[:, : rule.max_length],
