@@ -25,8 +25,9 @@ from textmill import __version__
 from textmill.config import CorpusConfig, RunConfig, TrackConfig
 from textmill.corpus.find_sources import find_sources
 from textmill.corpus.source import SELF_COMPRESSED
-from textmill.corpus.streams import BrokenStream, is_remote, read_head
+from textmill.corpus.streams import BrokenStream, read_head
 from textmill.errors import TextmillError
+from textmill.storage.remote_folders import is_url
 from textmill.track import check_trackers
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.where import open_where
@@ -248,7 +249,7 @@ def check_sources(corpus: CorpusConfig, root: Path) -> Finding:
     opened = ""
     try:
         sources = find_sources(corpus.sources, skip=[root], encoding=corpus.encoding, skipped=skipped)
-        local = [source for source in sources if source.format != "mongo" and not is_remote(source.address)]
+        local = [source for source in sources if source.format != "mongo" and not is_url(source.address)]
         for source in local[:MAX_OPENED]:
             opened = source.name
             read_head(source, is_converted=source.format not in SELF_COMPRESSED)

@@ -45,12 +45,7 @@ def find_members(path: str, skipped: list[str]) -> Iterator[Source]:
             skipped.append(name)
         else:
             address = f"{kind}://{member}::{absolute}"
-            yield Source(name, address, found, in_archive=True, position=position if kind == "tar" else 0)
-
-
-def is_member(address: str) -> bool:
-    """True if an address is that of a file inside a local archive."""
-    return address.startswith(("zip://", "tar://")) and "::/" in address
+            yield Source(name, address, found, position=position if kind == "tar" else 0)
 
 
 def open_member(address: str) -> BinaryIO:

@@ -22,7 +22,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document, cut_into_sections, limits_of
 from textmill.corpus.encodings import SAMPLE_BYTES, find_binary_format, is_utf8, mark_length, resolve_encoding
-from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, describe_encoding_error
+from textmill.corpus.records import BadRecord, UnreadableRecord, describe_encoding_error
 from textmill.corpus.source import PACKAGES_ADVICE, Source, SourceChunk, format_from_name, missing_package
 from textmill.corpus.streams import open_decompressed
 
@@ -86,9 +86,9 @@ def read_document(chunk: SourceChunk, config: CorpusConfig, meta: str | None = N
         text = extract_text(raw, chunk.source.format, chunk.source.encoding)
         text.encode()
     except UnreadableRecord as error:
-        yield BadRecord(name, "file", str(error)[:RAW_BYTES], raw[:RAW_BYTES])
+        yield BadRecord(name, "file", str(error), raw)
     except UnicodeEncodeError as error:
-        yield BadRecord(name, "file", f"a lone surrogate at character {error.start:,}", raw[:RAW_BYTES])
+        yield BadRecord(name, "file", f"a lone surrogate at character {error.start:,}", raw)
     else:
         yield from _cut_text(text, name, config, meta)
 

@@ -28,7 +28,7 @@ from textmill.config import CorpusConfig, NamedSource
 from textmill.corpus.archives import find_members, member_state
 from textmill.corpus.document import Document, SectionLimits, cut_into_sections, limits_of
 from textmill.corpus.document_files import describe_unread_documents, format_from_content, read_document
-from textmill.corpus.records import RAW_BYTES, BadRecord, chunk_bytes_of
+from textmill.corpus.records import BadRecord, chunk_bytes_of
 from textmill.corpus.source import (
     EXTENSIONS,
     PACKAGES_ADVICE,
@@ -39,12 +39,12 @@ from textmill.corpus.source import (
     missing_package,
 )
 from textmill.corpus.split import SECTION
-from textmill.corpus.streams import BrokenStream, is_plain_utf8, is_remote, remote_state
+from textmill.corpus.streams import BrokenStream, is_plain_utf8, remote_state
 from textmill.counters import uniform_from
 from textmill.errors import TextmillError
 from textmill.storage.files import format_path
 from textmill.storage.progress import progress
-from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem
+from textmill.storage.remote_folders import ADVICE, first_line, is_url, open_filesystem
 
 OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "trials.json", "trial-01.log")
 """Files by which a folder that textmill wrote is recognised."""
@@ -184,7 +184,7 @@ class _Search:
 
     def _find_local(self, entry: str) -> Iterator[FoundSource] | None:
         """The sources of a file, a folder or a pattern; None if the entry is none of them."""
-        if entry.startswith(("mongo:", "hf:")) or (is_remote(entry) and not entry.startswith("file://")):
+        if entry.startswith(("mongo:", "hf:")) or (is_url(entry) and not entry.startswith("file://")):
             return None
         path = os.path.expanduser(entry.removeprefix("file://"))
         if os.path.isdir(path):
@@ -201,7 +201,7 @@ class _Search:
             return mongo.find(entry)
         if entry.startswith("hf:"):
             return _find_hf_sources(entry, self.setting, is_sampled)
-        if is_remote(entry):
+        if is_url(entry):
             return _find_remote_sources(entry, self.setting, self.skipped_files)
         if entry in bundled_corpora():
             return [Source(entry, str(bundled_corpora()[entry]), "text")]
@@ -394,7 +394,7 @@ def _find_hf_sources(entry: str, setting: str, is_sampled: bool) -> Iterator[Sou
     for split_name, paths in sorted(files.items()):
         for number, path in enumerate(paths):
             source_name = f"hf:{name}:{config}:{split_name}" + (f":{number}" if len(paths) > 1 else "")
-            address = path if is_remote(path) else os.path.abspath(path)
+            address = path if is_url(path) else os.path.abspath(path)
             yield Source(source_name, address, format_from_name(path) or "arrow")
 
 
@@ -444,7 +444,7 @@ def _find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Sou
 def portable_names(sources: Sequence[Source]) -> list[str]:
     """Source names that do not depend on the current folder or on where the project is stored."""
     is_file = [
-        source.in_archive or (source.name == source.address and not is_remote(source.address)) for source in sources
+        source.in_archive or (source.name == source.address and not is_url(source.address)) for source in sources
     ]
     here = os.getcwd() if any(is_file) else ""
     # Names are normalised, so that joining is enough; there may be millions.
@@ -481,7 +481,7 @@ def source_state(source: Source) -> SourceState:
         return SourceState(*format_module(source).state(source))
     if source.in_archive:
         return SourceState(*member_state(source.address))
-    if is_remote(source.address):
+    if is_url(source.address):
         return SourceState(*remote_state(source.address))
     state = os.stat(source.address)
     date = f"mtime {state.st_mtime_ns}, {state.st_size} bytes" if source.is_sampled else None
@@ -593,7 +593,7 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
         where = f"after {place}" if place else "beginning"
         damage = chunk.source.damage or error.damage
         lost = damage.lost_bytes if damage else 0
-        yield BadRecord(chunk.source.name, where, str(error)[:RAW_BYTES], b"", lost, error.damage)
+        yield BadRecord(chunk.source.name, where, str(error), b"", lost, error.damage)
 
 
 def _place_in_part(record: Document | BadRecord, start: int) -> Document | BadRecord:

@@ -24,7 +24,7 @@ CHUNKS = 256
 MAX_RECORD_BYTES = 256 << 20
 """A longer record is treated as damaged."""
 RAW_BYTES = 1000
-"""Bytes of a bad record that are kept in the quarantine."""
+"""Bytes of a bad record, and characters of the reason, that are kept in the quarantine."""
 NOT_UTF8 = "not UTF-8"
 ENCODING_HINT = "; it looks like"
 """In the reason of a record that is not UTF-8, and before a guess at its encoding."""
@@ -38,11 +38,15 @@ class BadRecord:
     place: str
     reason: str
     raw: bytes
-    """The first bytes of the record."""
+    """The record, of which the first bytes are kept."""
     bytes_lost: int = 0
     """Bytes of the record; 0 if they are unknown or no more than `raw`."""
     damage: Damage | None = None
     """Set if earlier records of its source may be wrong too, since the file is damaged."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", self.reason[:RAW_BYTES])
+        object.__setattr__(self, "raw", self.raw[:RAW_BYTES])
 
     def __str__(self) -> str:
         return f"{format_place(self.source, self.place)}: {self.reason}"

@@ -59,7 +59,6 @@ CODE = {
 """The languages of source code, by the end of a file's name."""
 ARCHIVES = {".zip": "zip", ".tar": "tar", ".tgz": "tar", **{f".tar{end}": "tar" for end in COMPRESSIONS[:3]}}
 """Archives of files, by the end of their name."""
-_ARCHIVES = tuple(ARCHIVES)
 EXTENSIONS = (
     f"{', '.join(FORMATS)}, source code, WikiExtractor files, all of these with {', '.join(COMPRESSIONS)}, and .zip "
     "and .tar archives of them"
@@ -109,8 +108,6 @@ class Source(NamedTuple):  # a dataclass takes several times as long to make and
     """The name of its entry of `corpus.sources`, if it has one."""
     encoding: str = "auto"
     """The encoding of the file, from `corpus.encoding`."""
-    in_archive: bool = False
-    """True for a file inside a local archive; its name is the archive's path and its own."""
     position: int = 0
     """Where it stands in its tar archive, from 1: such files are read in this order, since a compressed archive can
     only be read from its beginning."""
@@ -122,6 +119,11 @@ class Source(NamedTuple):  # a dataclass takes several times as long to make and
     """Only the complete lines between these stored bytes are read; from 0 on, as much as these bytes give."""
     snapshot: Any = None
     """What a format that is no file recorded when the source was found: MongoDB the ranges of its collections."""
+
+    @property
+    def in_archive(self) -> bool:
+        """True for a file inside a local archive; its name is the archive's path and its own."""
+        return is_member(self.address)
 
     @property
     def path(self) -> Path:
@@ -144,10 +146,14 @@ class SourceChunk(NamedTuple):
         return f"{self.source.name} (bytes {self.start:,} to {self.stop:,})"
 
 
+def is_member(address: str) -> bool:
+    """True if an address is that of a file inside a local archive."""
+    return address.startswith(("zip://", "tar://")) and "::/" in address
+
+
 def archive_kind(name: str) -> str | None:
     """zip or tar, judged by the name of a file; None if it is not an archive."""
-    lower = name.lower()
-    return next(kind for end, kind in ARCHIVES.items() if lower.endswith(end)) if lower.endswith(_ARCHIVES) else None
+    return next((kind for end, kind in ARCHIVES.items() if name.lower().endswith(end)), None)
 
 
 @cache

@@ -16,11 +16,11 @@ from zipfile import BadZipFile
 
 import pyarrow as pa
 
-from textmill.corpus.archives import is_member, open_member, read_small_member
+from textmill.corpus.archives import open_member, read_small_member
 from textmill.corpus.encodings import SAMPLE_BYTES, find_binary_format, mark_length, resolve_encoding
-from textmill.corpus.source import COMPRESSIONS, Damage, Source
+from textmill.corpus.source import COMPRESSIONS, Damage, Source, is_member
 from textmill.errors import TextmillError
-from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem, version_of
+from textmill.storage.remote_folders import ADVICE, first_line, is_url, open_filesystem, version_of
 
 BUFFER_BYTES = 1 << 18
 SMALL_BYTES = 1 << 16
@@ -42,19 +42,14 @@ class BrokenStream(Exception):
     damage: Damage | None = None
 
 
-def is_remote(address: str) -> bool:
-    """True for a URL or a file inside an archive, False for a path."""
-    return "://" in address
-
-
 def stored_name(address: str) -> str:
     """The file name in lower case; for a URL, without its query, and for a file in an archive, without the archive."""
-    return (address.partition("::")[0].partition("?")[0] if is_remote(address) else address).lower()
+    return (address.partition("::")[0].partition("?")[0] if is_url(address) else address).lower()
 
 
 def open_raw(address: str) -> BinaryIO:
     """Open the stored bytes of a local or remote file, still compressed."""
-    if not is_remote(address):
+    if not is_url(address):
         return open(address, "rb", buffering=BUFFER_BYTES)
     if is_member(address):
         member = open_member(address)
@@ -64,7 +59,7 @@ def open_raw(address: str) -> BinaryIO:
 
 def open_seekable(address: str) -> Any:
     """Open a file for random access."""
-    if not is_remote(address):
+    if not is_url(address):
         return open(address, "rb")
     if is_member(address):
         return open_member(address)
@@ -119,7 +114,7 @@ def _open_small_file(source: Source) -> io.BufferedReader | None:
     if source.damage or source.part or stored_name(address).endswith(COMPRESSIONS):
         return None
     content: bytes | None = None
-    if not is_remote(address):
+    if not is_url(address):
         handle = os.open(address, os.O_RDONLY)
         try:
             content = os.read(handle, SMALL_BYTES)
@@ -196,7 +191,7 @@ def read_head(source: Source, *, is_converted: bool = True) -> bytes:
 
 def is_splittable(source: Source) -> bool:
     """True if reading can start in the middle: a local file of text, not compressed, in UTF-8."""
-    return not is_remote(source.address) and is_plain_utf8(source)
+    return not is_url(source.address) and is_plain_utf8(source)
 
 
 def is_plain_utf8(source: Source) -> bool:
@@ -204,7 +199,7 @@ def is_plain_utf8(source: Source) -> bool:
     if stored_name(source.address).endswith(COMPRESSIONS):
         return False
     with open_seekable(source.address) as stream:
-        head = stream.read(SAMPLE_BYTES if not is_remote(source.address) else REMOTE_SAMPLE_BYTES)
+        head = stream.read(SAMPLE_BYTES if not is_url(source.address) else REMOTE_SAMPLE_BYTES)
     return find_binary_format(head) is None and resolve_encoding(source.encoding, head) == "utf-8"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from textmill.config import CorpusConfig
 from textmill.corpus.conversations import find_layout, read_conversation
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
+from textmill.corpus.records import BadRecord, UnreadableRecord
 from textmill.corpus.source import Source
 
 FieldPath = tuple[str, ...]
@@ -54,7 +54,7 @@ class TextFields:
         try:
             elements = list(_elements(value, self.list_paths[0]))
         except UnreadableRecord as error:
-            yield BadRecord(self.source, place, str(error)[:RAW_BYTES], raw[:RAW_BYTES])
+            yield BadRecord(self.source, place, str(error), raw)
             return
         if not elements:
             yield Document("", self.source, place)
@@ -74,7 +74,7 @@ class TextFields:
                 yield self._to_document(leaf, element, f"{place}{suffix}", raw, ())
         except UnreadableRecord as error:
             count += 1
-            yield BadRecord(self.source, place, str(error)[:RAW_BYTES], raw[:RAW_BYTES])
+            yield BadRecord(self.source, place, str(error), raw)
         if not count:
             yield Document("", self.source, place)
 
@@ -95,12 +95,12 @@ class TextFields:
                 text, self.source, place, self.read_metadata(metadata_holder), self.read_url(metadata_holder), turns
             )
         except UnreadableRecord as error:
-            reason = str(error)[:RAW_BYTES]
+            reason = str(error)
         except UnicodeEncodeError as error:
             may_be_byte = 0xDC80 <= ord(text[error.start]) <= 0xDCFF
             problem = "not UTF-8, or a lone surrogate" if may_be_byte else "a lone surrogate"
             reason = f"{problem}, \\u{ord(text[error.start]):04x}, at character {error.start:,}"
-        return BadRecord(self.source, place, reason, raw[:RAW_BYTES], len(raw))
+        return BadRecord(self.source, place, reason, raw, len(raw))
 
     def read_text(self, value: object) -> str:
         """The text of an innermost element; missing or null fields are left out if there are several."""

@@ -13,7 +13,6 @@ from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.find_sources import find_sources, read_records, source_state, split_into_chunks
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source
-from textmill.corpus.streams import is_remote
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Scorer
 from textmill.storage.files import hash_file, hash_json
@@ -138,7 +137,7 @@ def _no_text(names: list[str]) -> TextmillError:
 
 
 def _fingerprint(source: Source) -> str:
-    is_file = not source.in_archive and not is_remote(source.address) and Path(source.address).is_file()
+    is_file = Path(source.address).is_file()
     return hash_file(source.path) if is_file else str(source_state(source).fingerprint)
 
 

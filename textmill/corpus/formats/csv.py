@@ -91,9 +91,7 @@ class _LineReader:
 
     def bad_record(self, reason: str) -> BadRecord:
         """The current row as a bad record."""
-        return BadRecord(
-            self.source, self.place, reason[:RAW_BYTES], b"".join(self.row)[:RAW_BYTES], max(self.row_bytes, 1)
-        )
+        return BadRecord(self.source, self.place, reason, b"".join(self.row), max(self.row_bytes, 1))
 
     def resume_at_second_line(self) -> None:
         """Give up the first line of the current row only."""
@@ -191,28 +189,22 @@ class Dialect:
 
 
 def find_dialect(address: str, head: bytes, config: CorpusConfig) -> Dialect:
-    """The dialect of a file: what the settings say, and for those that are auto what its first bytes show."""
-    quotes = None if config.quoting == "auto" else config.quoting == "double"
+    """The dialect of a file: what the settings say, and for those that are auto what its name and first lines show.
+
+    A last, incomplete line is ignored. A first row with `corpus.text_key` is a header."""
     sample = head.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
-    found = detect_dialect(address, sample, config.text_key, config.delimiter, quotes)
-    return found if config.header == "auto" else replace(found, header=config.header)
-
-
-def detect_dialect(
-    address: str, sample: str, text_key: str = "text", delimiter: str = "auto", quoting: bool | None = None
-) -> Dialect:
-    """The dialect of a file, from its name and its first lines; a last, incomplete line is ignored.
-
-    `text_key`: a first row with this name is a header. `delimiter`, `quoting`: not detected if they are given.
-    """
     end = sample.rfind("\n") + 1
     lines = (sample[:end] if end else sample).splitlines(keepends=True)[: 4 * SAMPLE_ROWS]
+    delimiter = config.delimiter
     if delimiter == "auto":
         usual = "\t" if ".tsv" in stored_name(address).rpartition("/")[2] else ","
         delimiter = max(DELIMITERS, key=lambda char: (_agreement(lines, char), char == usual))
-    dialect = Dialect(delimiter, _uses_quotes(lines, delimiter) if quoting is None else quoting, header=True)
+    has_quotes = _uses_quotes(lines, delimiter) if config.quoting == "auto" else config.quoting == "double"
+    dialect = Dialect(delimiter, has_quotes, header=True)
+    if config.header != "auto":
+        return replace(dialect, header=config.header)
     rows = dialect.parse(lines)
-    return replace(dialect, header=not rows or _is_header(rows, text_key))
+    return replace(dialect, header=not rows or _is_header(rows, config.text_key))
 
 
 def _agreement(lines: Sequence[str], delimiter: str) -> float:

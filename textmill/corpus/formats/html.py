@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from functools import partial
 
 from textmill.corpus.document_files import decode_text
 from textmill.corpus.records import UnreadableRecord
@@ -37,22 +38,14 @@ def extract_page(raw: bytes, encoding: str, is_main: bool) -> str:
     if declared and (name := _find_codec((declared[1] or declared[2]).decode())) is not None:
         encoding = name
     page = decode_text(raw, encoding)
+    extract_text = partial(extract_plain_text, page, preserve_formatting=True, alt_texts=False, comments=False)
     try:
-        text = _extract(extract_plain_text, page, False)
-        main = _extract(extract_plain_text, page, True) if is_main else text
+        text = extract_text(main_content=False).strip()
+        main = extract_text(main_content=True).strip() if is_main else text
     except (ValueError, RuntimeError) as error:
         raise UnreadableRecord(f"the page cannot be parsed ({error})") from None
-    has_boilerplate = _BOILERPLATE.search(page) is not None
-    return (
-        main if MIN_MAIN_SHARE <= len(main) / max(1, len(text)) <= (1 if has_boilerplate else MAX_MAIN_SHARE) else text
-    )
-
-
-def _extract(extract_plain_text: object, page: str, is_main: bool) -> str:
-    text: str = extract_plain_text(  # type: ignore[operator]
-        page, preserve_formatting=True, main_content=is_main, alt_texts=False, comments=False
-    )
-    return text.strip()
+    max_share = 1 if _BOILERPLATE.search(page) else MAX_MAIN_SHARE
+    return main if MIN_MAIN_SHARE <= len(main) / max(1, len(text)) <= max_share else text
 
 
 def _find_codec(name: str) -> str | None:

@@ -7,15 +7,7 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import (
-    RAW_BYTES,
-    BadRecord,
-    UnreadableRecord,
-    check_line_length,
-    decode_utf8,
-    line_ranges,
-    read_lines,
-)
+from textmill.corpus.records import BadRecord, UnreadableRecord, check_line_length, decode_utf8, line_ranges, read_lines
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.text_fields import TextFields, parse_text_key
 
@@ -42,7 +34,7 @@ def line_records(line: bytes, length: int, place: str, fields: TextFields) -> It
             return
         value = parse_json(text)
     except UnreadableRecord as error:
-        yield BadRecord(fields.source, place, str(error)[:RAW_BYTES], line[:RAW_BYTES], length)
+        yield BadRecord(fields.source, place, str(error), line, length)
         return
     yield from fields.documents(value, place, line)
 

@@ -113,7 +113,7 @@ def _read_token(found: re.Match[str], source: str, place: int) -> tuple[str, int
         letter = found["braced"] or found["bare"] or ""
         return letter + _ACCENTS[found["accent"]] if letter else "", place
     if found["command"] is not None:
-        return _read_command(found["command"], found[0], source, place)
+        return _read_command(found["command"], source, place)
     if found["symbol"] is not None:
         return {"\\": "\n", ",": " ", ";": " ", ":": " ", "!": "", "/": "", "-": "", "@": ""}.get(
             found["symbol"], found["symbol"]
@@ -122,14 +122,10 @@ def _read_token(found: re.Match[str], source: str, place: int) -> tuple[str, int
     return {"---": "—", "--": "–", "``": "“", "''": "”", "~": " ", "}{": " ", "&": "\t"}.get(found[0], ""), place
 
 
-def _read_command(name: str, token: str, source: str, place: int) -> tuple[str, int]:
+def _read_command(name: str, source: str, place: int) -> tuple[str, int]:
     if name in _LETTERS:
-        if name == "item":
-            place = (
-                _skip_options(source, place)
-                if source.startswith("[", place) and not source.startswith("[]", place)
-                else place
-            )
+        if name == "item" and not source.startswith("[]", place):
+            place = _skip_options(source, place)
         return _LETTERS[name], place
     place = _skip_options(source, place)
     if name in _WITHOUT_TEXT:

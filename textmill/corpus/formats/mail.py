@@ -14,7 +14,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import READ_BYTES, Document
 from textmill.corpus.document_files import decode_text
-from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
+from textmill.corpus.records import BadRecord, UnreadableRecord
 from textmill.corpus.source import PACKAGES_ADVICE, SourceChunk, missing_package
 from textmill.corpus.streams import BrokenStream, open_source
 from textmill.corpus.text_fields import TextFields, parse_text_key
@@ -61,10 +61,10 @@ def _records(
         record = {"text": _read_body(message, is_mailbox, encoding)}
         record |= {name: str(message.get(name, "")) for name in FIELDS}
     except UnreadableRecord as error:
-        yield BadRecord(fields.source, place, str(error)[:RAW_BYTES], raw[:RAW_BYTES], size)
+        yield BadRecord(fields.source, place, str(error), raw, size)
     except Exception as error:  # the parser of headers raises many kinds for damaged ones
         reason = f"a damaged message ({type(error).__name__}: {error})"
-        yield BadRecord(fields.source, place, reason[:RAW_BYTES], raw[:RAW_BYTES], size)
+        yield BadRecord(fields.source, place, reason, raw, size)
     else:
         yield from fields.documents(record, place, raw)
 

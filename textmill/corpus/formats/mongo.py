@@ -128,7 +128,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             yield from conversations.documents(fields, place, raw)
         else:
             reason = f"no text in {' or '.join(names)}; found {list(fields)}; set corpus.text_key"
-            yield BadRecord(source.name, place, reason[:RAW_BYTES], raw)
+            yield BadRecord(source.name, place, reason, raw)
 
 
 @lru_cache(maxsize=4)

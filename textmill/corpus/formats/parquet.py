@@ -63,7 +63,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                     yield from batch_records(batch, fields, next_row, file.schema_arrow.names)
                     next_row += batch.num_rows
             except (pa.ArrowException, OSError) as error:
-                reason = f"damaged from here to row {end_row}: {first_line(error)}"[:RAW_BYTES]
+                reason = f"damaged from here to row {end_row}: {first_line(error)}"
                 lost = group_metadata.total_byte_size * (end_row - next_row) // max(group_metadata.num_rows, 1)
                 yield BadRecord(chunk.source.name, f"row {next_row}", reason, b"", lost)
 
@@ -96,7 +96,7 @@ def batch_records(batch: Any, fields: TextFields, first: int, names: list[str]) 
 def _describe_missing_column(schema: Any, fields: TextFields, names: list[str]) -> str:
     texts = [item.name for item in schema if pa.types.is_string(item.type) or pa.types.is_large_string(item.type)]
     advice = f"; set corpus.text_key={texts[0]}" if texts else ""
-    return f"no column '{fields.key}'; found {names[:12]}{advice}"[:RAW_BYTES]
+    return f"no column '{fields.key}'; found {names[:12]}{advice}"
 
 
 def _text_columns(fields: TextFields) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from typing import Any
 
 from textmill.corpus import records
 from textmill.corpus.document import READ_BYTES
@@ -43,17 +44,16 @@ def extract(raw: bytes, encoding: str) -> str:
         document.close()
 
 
-def _read_pages(document: object) -> str:
+def _read_pages(document: Any) -> str:
     pages = []
     size = 0
-    for number in range(len(document)):  # type: ignore[arg-type]
-        page = document[number]  # type: ignore[index]
+    for number, page in enumerate(document, 1):
         text_page = page.get_textpage()
         text = text_page.get_text_range(errors="replace").replace("\r\n", "\n").strip()
         text_page.close()
         page.close()
         if "\ufffd" in text:
-            raise UnreadableRecord(f"page {number + 1} has characters that mean nothing")
+            raise UnreadableRecord(f"page {number} has characters that mean nothing")
         pages.append(_HYPHEN.sub("", text).translate(_LIGATURES))
         size += len(text)
         if size > records.MAX_RECORD_BYTES:

@@ -8,7 +8,6 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import READ_BYTES, Document, limits_of, read_sections
 from textmill.corpus.records import (
-    RAW_BYTES,
     BadRecord,
     UnreadableRecord,
     check_line_length,
@@ -45,7 +44,7 @@ def _line_records(chunk: SourceChunk) -> Iterator[Document | BadRecord]:
             text = decode_utf8(line)
             yield Document(text[: -1 - text.endswith("\r\n")] if text.endswith("\n") else text, name, place)
         except UnreadableRecord as error:
-            yield BadRecord(name, place, str(error)[:RAW_BYTES], line[:RAW_BYTES], length)
+            yield BadRecord(name, place, str(error), line, length)
 
 
 def _file_record(chunk: SourceChunk) -> Document | BadRecord:
@@ -64,7 +63,7 @@ def _file_record(chunk: SourceChunk) -> Document | BadRecord:
             )
         return Document(decode_utf8(raw), name, "file")
     except UnreadableRecord as error:
-        return BadRecord(name, "file", str(error), raw[:RAW_BYTES], len(raw))
+        return BadRecord(name, "file", str(error), raw, len(raw))
 
 
 def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
@@ -81,5 +80,5 @@ def _segment_record(text: str, name: str, place: str) -> Document | BadRecord:
             raise UnreadableRecord("nothing but NUL bytes")
     except UnreadableRecord as error:
         raw = text.encode(errors="surrogateescape")
-        return BadRecord(name, place, str(error), raw[:RAW_BYTES], len(raw))
+        return BadRecord(name, place, str(error), raw, len(raw))
     return Document(text, name, place)

@@ -26,7 +26,7 @@ from urllib.parse import quote, urlsplit
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
+from textmill.corpus.records import BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.streams import is_splittable
 from textmill.errors import TextmillError
@@ -86,7 +86,7 @@ def _read_page(source: str, number: int, line: bytes, length: int) -> Document |
         url = decode_utf8(line).strip()
         text = fetch(url) if url else ""
     except UnreadableRecord as error:
-        return BadRecord(source, place, str(error)[:RAW_BYTES], line[:RAW_BYTES], length)
+        return BadRecord(source, place, str(error), line, length)
     return Document(text, source, place, json.dumps({"url": url}, ensure_ascii=False), url)
 
 

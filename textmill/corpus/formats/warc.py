@@ -20,7 +20,7 @@ from textmill.corpus import records
 from textmill.corpus.document import READ_BYTES, Document
 from textmill.corpus.document_files import decode_text
 from textmill.corpus.formats.html import extract_page
-from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
+from textmill.corpus.records import BadRecord, UnreadableRecord
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.streams import BrokenStream, open_source
 from textmill.corpus.text_fields import parse_text_key
@@ -49,7 +49,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             try:
                 text = _read_text(found, chunk.source.encoding)
             except UnreadableRecord as error:
-                yield BadRecord(chunk.source.name, place, str(error)[:RAW_BYTES], found.content[:RAW_BYTES])
+                yield BadRecord(chunk.source.name, place, str(error), found.content)
                 continue
             if text is not None:
                 url = found.headers.get("warc-target-uri", "").strip("<>")

@@ -10,7 +10,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.formats import jsonl
-from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
+from textmill.corpus.records import BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.text_fields import TextFields, parse_text_key
 
@@ -30,7 +30,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             page = _Page(number, start[1])
         elif page is None:
             if stripped:
-                yield BadRecord(chunk.source.name, f"line {number}", "text outside a <doc> block", line[:RAW_BYTES])
+                yield BadRecord(chunk.source.name, f"line {number}", "text outside a <doc> block", line)
         elif stripped == b"</doc>":
             yield from page.documents(fields)
             page = None
@@ -45,7 +45,7 @@ class _Page:
 
     def __init__(self, number: int, head: bytes) -> None:
         self.number = number
-        self.head = head[:RAW_BYTES]
+        self.head = head
         self.size = 0
         self.lines: list[bytes] = []
 
