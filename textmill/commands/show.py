@@ -20,7 +20,7 @@ from textmill.checkpoints.folders import Checkpoint, find_checkpoint
 from textmill.config import RunConfig, StageName
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.document import SPLITS
-from textmill.corpus.dropped import list_dropped_files, read_dropped
+from textmill.corpus.dropped import read_dropped
 from textmill.corpus.shards import Corpus, list_shards, open_corpus, open_shard
 from textmill.counters import uniform_from
 from textmill.errors import TextmillError, warn
@@ -398,7 +398,7 @@ def show_dropped(folder: Path, rule: str) -> None:
     """Print the first documents that a rule dropped, or that any rule did if it is `all`."""
     open_manifest(folder)
     counts: dict[str, int] = read_json(folder / "account.json")["dropped"]
-    if not list_dropped_files(folder):
+    if not list_shards(folder, "dropped"):
         raise TextmillError(
             f"{format_path(folder)}: dropped documents were not kept; "
             "run: textmill prepare WHERE corpus.keep_dropped=true --force"

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from textmill.corpus.chunk_task import CONTAMINATED, DROPPED, DUPLICATE, GAP, NEAR_DUPLICATE, ChunkTask, chunk_file
-from textmill.corpus.shards import new_shard, open_shard, take_rows
+from textmill.corpus.shards import list_shards, new_shard, open_shard, shard_name, take_rows
 from textmill.storage.files import read_json
 
 SCHEMA = pa.schema(
@@ -34,19 +34,9 @@ REPEAT_DTYPE = np.dtype(
 """A dropped duplicate: its row, the chunk and row of the document that it repeats, and whether it is only similar."""
 
 
-def dropped_name(number: int) -> str:
-    """The file name of the dropped documents of one chunk."""
-    return f"dropped-{number:05d}.parquet"
-
-
-def list_dropped_files(folder: Path) -> list[Path]:
-    """The files of dropped documents in a corpus folder, in order; empty without `corpus.keep_dropped`."""
-    return sorted(folder.glob("dropped-*.parquet"), key=lambda path: (len(path.name), path.name))
-
-
 def read_dropped(folder: Path, rule: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the dropped documents of a corpus folder, or those that one rule dropped."""
-    for path in list_dropped_files(folder):
+    for path in list_shards(folder, "dropped"):
         with open_shard(path) as shard:
             for batch in shard.iter_batches(use_threads=False):
                 rows = batch if rule is None else batch.filter(pc.equal(batch.column("rule"), rule))
@@ -56,7 +46,7 @@ def read_dropped(folder: Path, rule: str | None = None) -> Iterator[dict[str, An
 def write_dropped(task: ChunkTask) -> None:
     """Write the dropped documents of a chunk: those of filters, then duplicates, then contaminated ones."""
     sources = pa.array(task.source_names, pa.string())
-    with new_shard(task.folder / dropped_name(task.number), SCHEMA) as writer:
+    with new_shard(task.folder / shard_name("dropped", task.number), SCHEMA) as writer:
         with open_shard(task.path("filtered")) as filtered:
             for batch in filtered.iter_batches(use_threads=False):
                 writer.add(_to_table(batch, sources.take(batch["source"]), batch["rule"]))

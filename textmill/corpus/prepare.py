@@ -52,7 +52,7 @@ from textmill.corpus.decontamination import (
 )
 from textmill.corpus.dedup.decisions import decide_documents, write_decisions
 from textmill.corpus.document import SPLITS, Document
-from textmill.corpus.dropped import FILTERED_SCHEMA, list_dropped_files, write_dropped
+from textmill.corpus.dropped import FILTERED_SCHEMA, write_dropped
 from textmill.corpus.encodings import advise_encodings, is_garbled
 from textmill.corpus.find_sources import (
     SourceState,
@@ -69,7 +69,7 @@ from textmill.corpus.find_sources import (
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord, chunk_bytes_of
-from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, new_row_shard, new_shard, shard_name
+from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, list_shards, new_row_shard, new_shard, shard_name
 from textmill.corpus.source import DOCUMENT_FORMATS, ONE_TEXT_FORMATS, Damage, Source, SourceChunk
 from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
@@ -193,7 +193,7 @@ def _build(
     files = {"account.json": write_json(folder / "account.json", counts), QUARANTINE: quarantine}
     if config.filter:  # to be read; nothing executes it
         files[FILTER_FILE] = write_bytes(folder / FILTER_FILE, [Path(config.filter).read_bytes()])
-    files |= {path.name: manifest_entry(path) for path in list_dropped_files(folder)}
+    files |= {path.name: manifest_entry(path) for path in list_shards(folder, "dropped")}
     for splits in split_counts:
         for split in splits.values():
             entry = dict(split["file"])
@@ -203,14 +203,14 @@ def _build(
 
 def _train_quality(config: CorpusConfig, path: Path) -> Counts:
     """Train the quality filter and write its weights for the workers; return how well it judges held-out samples."""
-    good, bad = (_read_samples(sources, config) for sources in find_quality_sources(config).values())
+    good, bad = (_read_samples(sources, config) for sources in _find_quality_sources(config).values())
     weights, figures = train_quality(good, bad)
     save_quality(weights, path)
     print(f"prepare: quality filter: {figures}")
     return asdict(figures)
 
 
-def find_quality_sources(config: CorpusConfig) -> dict[str, list[Source]]:
+def _find_quality_sources(config: CorpusConfig) -> dict[str, list[Source]]:
     """The sources of good samples and of bad ones, by setting."""
     entries = {"quality_good": config.quality_good, "quality_bad": config.quality_bad}
     return {
@@ -515,7 +515,7 @@ def _describe_inputs(
     settings = {key: value for key, value in settings.items() if not key.startswith(left_out)}
     if evaluation_data:
         settings["corpus.decontaminate"] = describe_data(evaluation_data)
-    for key, sources in find_quality_sources(config).items() if config.quality_good else ():
+    for key, sources in _find_quality_sources(config).items() if config.quality_good else ():
         settings |= {f"{key}.{name}": value for name, value in inspect_inputs(sources, {}).describe().items()}
     if config.filter:
         settings["corpus.filter"] = open_own_file(config.filter, "corpus.filter", "keep").described

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import pyarrow as pa
@@ -81,9 +81,9 @@ class Corpus(Sequence[Document]):
         return [table.column(name) for name in ("text", "source", "id")]
 
 
-def shard_name(split: Split, number: int) -> str:
-    """The file name of a split's shard for one source chunk."""
-    return f"{split}-{number:05d}.parquet"
+def shard_name(kind: Split | Literal["dropped"], number: int) -> str:
+    """The file name of a split's shard for one source chunk, or of the documents that were dropped."""
+    return f"{kind}-{number:05d}.parquet"
 
 
 def shard_number(path: Path) -> int:
@@ -91,9 +91,9 @@ def shard_number(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def list_shards(folder: Path, split: Split) -> list[Path]:
-    """The shards of a split, in order; empty if the split is empty."""
-    found = folder.glob(f"{split}-*.parquet")
+def list_shards(folder: Path, kind: Split | Literal["dropped"]) -> list[Path]:
+    """The shards of a split, in order; empty if the split is empty. "dropped" needs `corpus.keep_dropped`."""
+    found = folder.glob(f"{kind}-*.parquet")
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
