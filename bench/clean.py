@@ -24,10 +24,9 @@ from textmill.corpus.clean.filters import (
     find_words,
     repeated_line_fraction,
     repeated_ngram_fraction,
-    split_words,
 )
 from textmill.corpus.clean.languages import detect_language
-from textmill.corpus.clean.rules import RULES, clean
+from textmill.corpus.clean.rules import RULES
 from textmill.corpus.clean.sentences import split_sentences
 from textmill.corpus.find_sources import bundled_corpora
 
@@ -79,7 +78,7 @@ def measured_functions() -> dict[str, Callable[[str], Any]]:
         **presets,
         **RULES,
         "symbols, digits": character_fractions,
-        "words": split_words,
+        "words": find_words,
         "repeated lines": repeated_line_fraction,
         "repetition": lambda text: (repeated_line_fraction(text), repeated_ngram_fraction(find_words(text))),
         "language": detect_language,
@@ -101,7 +100,7 @@ def main(megabytes: int = 4) -> None:
         print(f"{name:<22}" + "".join(f"{mb:8.1f}" for mb, _ in rates) + note, flush=True)
     for language in LANGUAGES if SHARED.is_dir() else ():
         sample = [text for text in texts[language] if len(text) > 20][:500]
-        correct = sum(detect_language(clean(text, ["spaces"]))[0] == language for text in sample)
+        correct = sum(detect_language(RULES["spaces"](text))[0] == language for text in sample)
         print(f"language of {language}: {correct} of {len(sample)} documents correct")
         joined = "\n\n".join(texts[language])
         masked = {name: RULES[name](joined).count(mask) - joined.count(mask) for name, mask in MASKS.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from textmill.corpus.clean.filters import (
     registered_name,
     repeated_line_fraction,
     repeated_ngram_fraction,
-    split_words,
 )
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.prepare import prepare
@@ -96,9 +96,19 @@ def test_fractions_of_ascii_and_other_text_agree() -> None:
     assert character_fractions("").symbols == 0
 
 
+def split_words(text: str) -> list[str]:
+    characters = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
+    return re.findall(rf"[{characters}]|[^\s{characters}]+", text)
+
+
+def found_words(text: str) -> list[str]:
+    words = find_words(text)
+    return [text[start : start + length] for start, length in zip(words.starts, words.lengths, strict=True)]
+
+
 def test_words() -> None:
-    assert split_words("bir iki  üç\n네 다섯") == ["bir", "iki", "üç", "네", "다섯"]
-    assert split_words("GPT是 语言model。カナ") == ["GPT", "是", "语", "言", "model。", "カ", "ナ"]
+    assert found_words("bir iki  üç\n네 다섯") == ["bir", "iki", "üç", "네", "다섯"]
+    assert found_words("GPT是 语言model。カナ") == ["GPT", "是", "语", "言", "model。", "カ", "ナ"]
 
 
 def test_repetition_fractions() -> None:
@@ -130,7 +140,7 @@ def naive_repetition(words: list[str]) -> float:
 def test_words_are_found_and_repeated_as_defined(parts: list[str]) -> None:
     text = "".join(parts * 3)
     words = find_words(text)
-    found = [text[start : start + length] for start, length in zip(words.starts, words.lengths, strict=True)]
+    found = found_words(text)
     assert found == split_words(text)
     assert repeated_ngram_fraction(words) == pytest.approx(naive_repetition(found))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import unicodedata
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
 from textmill.corpus.clean.cleaner import Cleaner
-from textmill.corpus.clean.rules import RULES, clean
+from textmill.corpus.clean.rules import RULES, apply_rules
 
 ALL = ["unicode", "newlines", "controls", "spaces"]
 SIGNS = "\r\n\t \x00\x01\x85\u2028\ufeff\u0301eㅎㅏ\u1112\u1161\u3000<>&;#/n+@.|\u00ad\u200bÃ©â€™“—…１Ａ"
@@ -122,6 +123,10 @@ NASTY = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_f
 )
 def test_rule(rule: str, before: str, after: str) -> None:
     assert RULES[rule](before) == after
+
+
+def clean(text: str, rules: Collection[str]) -> str:
+    return apply_rules(text, {name: rule for name, rule in RULES.items() if name in rules}, set())
 
 
 def test_all_rules_together() -> None:

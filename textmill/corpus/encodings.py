@@ -54,8 +54,6 @@ MIN_FREQUENT_CYRILLIC = 0.42
 """Smallest fraction of the eight most frequent letters in Cyrillic text; Russian and Bulgarian have 0.5 to 0.6."""
 MIN_PAIRS = 0.8
 """Smallest fraction of runs of bytes above 0x7f that have an even length, in Korean and Chinese text."""
-_MARKS = tuple(mark for mark, _ in MARKS)
-_BINARY_STARTS = tuple(start for start, _ in BINARY_FORMATS)
 _HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 _TURKISH_ALONE = frozenset("ğĞıİşŞ")
 _FREQUENT_CYRILLIC = frozenset("оеаинтср")
@@ -73,16 +71,13 @@ SCRIPTS = {
 
 def detect_encoding(head: bytes) -> str:
     """The encoding of a file: UTF-8, or UTF-16 or UTF-32 by a byte order mark or by the places of its NUL bytes."""
-    if head.startswith(_MARKS):
-        return next(encoding for mark, encoding in MARKS if head.startswith(mark))
-    return _unmarked_utf16(head) or "utf-8"
+    marked = next((encoding for mark, encoding in MARKS if head.startswith(mark)), None)
+    return marked or _unmarked_utf16(head) or "utf-8"
 
 
 def find_binary_format(head: bytes) -> str | None:
     """What a file is by its first bytes, if it is not text; None if it may be text."""
-    if not head.startswith(_BINARY_STARTS):
-        return None
-    return next(name for start, name in BINARY_FORMATS if head.startswith(start))
+    return next((name for start, name in BINARY_FORMATS if head.startswith(start)), None)
 
 
 def resolve_encoding(setting: str, head: bytes) -> str:
@@ -113,7 +108,7 @@ def is_garbled(text: str) -> bool:
 
 def mark_length(head: bytes) -> int:
     """Bytes of the byte order mark at the start; 0 if there is none."""
-    return next(len(mark) for mark, _ in MARKS if head.startswith(mark)) if head.startswith(_MARKS) else 0
+    return next((len(mark) for mark, _ in MARKS if head.startswith(mark)), 0)
 
 
 def suggest_encoding(head: bytes) -> str | None:

@@ -18,8 +18,6 @@ NGRAM_WORDS = 10
 
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
 """Kana and Han are written without spaces; each character counts as a word."""
-_HAS_UNSPACED = re.compile(f"[{_UNSPACED}]")
-_WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
 _SPACE_BYTES, _DIGIT_BYTES, _SYMBOL_BYTES = (
     characters.encode() for characters in (string.whitespace, string.digits, string.punctuation)
 )
@@ -91,7 +89,7 @@ def codes_of(text: str) -> NDArray[np.uint8] | NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Where the words of a text are; the same words as those of `split_words`."""
+    """Where the words of a text are: what is between white space; in scripts without spaces, each character."""
 
     codes: NDArray[np.uint8] | NDArray[np.uint32]
     starts: NDArray[np.int64]
@@ -146,13 +144,6 @@ def _new_powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 _powers = cache(_new_powers)
-
-
-def split_words(text: str) -> list[str]:
-    """Split at white space; in scripts without spaces, into characters."""
-    if text.isascii() or not _HAS_UNSPACED.search(text):
-        return text.split()
-    return _WORD.findall(text)
 
 
 def repeated_line_fraction(text: str) -> float:

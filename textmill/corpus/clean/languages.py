@@ -8,8 +8,6 @@ from typing import Any
 
 SAMPLE_CHARACTERS = 200
 """A long text is judged by three samples of this length, from its start, middle and end."""
-
-
 UNSPACED_CHARACTERS = 100
 """The length of a sample in Chinese and Japanese, where a character says as much as a short word."""
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u9fff]")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +80,6 @@ def save_quality(weights: Weights, path: Path) -> None:
         np.save(file, weights)
 
 
-@lru_cache(maxsize=1)
 def open_quality(path: Path) -> Weights:
     """The weights that were written."""
     weights: Weights = np.load(path)

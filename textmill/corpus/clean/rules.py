@@ -6,7 +6,7 @@ import html
 import ipaddress
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from datetime import date
 from functools import cache
 from typing import Any
@@ -528,14 +528,9 @@ MAX_ROUNDS = 10
 """More rounds than any text has needed."""
 
 
-def clean(text: str, rules: Collection[str]) -> str:
-    """Apply the rules in the order of RULES, and repeat until nothing changes."""
-    functions: dict[str, Rule] = {name: function for name, function in RULES.items() if name in rules}
-    return apply_rules(text, functions, set())
-
-
 def apply_rules(text: str, functions: Mapping[str, Rule], changed_by: set[str]) -> str:
-    """Apply rules in this order, and add the names of those that change the text to `changed_by`."""
+    """Apply rules in this order until nothing changes, and add the names of those that change the text to
+    `changed_by`."""
     for _ in range(1 if SINGLE_PASS_RULES.issuperset(functions) else MAX_ROUNDS):
         start = text
         for name, function in functions.items():

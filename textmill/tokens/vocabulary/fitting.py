@@ -24,7 +24,7 @@ from textmill.config.own_files import open_own_file
 from textmill.config.section import results_of
 from textmill.config.tokenizer import CONTENT
 from textmill.corpus.clean.cleaner import Cleaner, check_packages
-from textmill.corpus.clean.filters import split_words
+from textmill.corpus.clean.filters import find_words
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.clean.sentences import SENTENCE_SPLITTERS
 from textmill.corpus.document import Split
@@ -309,7 +309,7 @@ def _by_language(texts: list[str]) -> dict[str, list[str]]:
 
 def _metrics(texts: list[str], tokenizer: TextTokenizer) -> dict[str, float]:
     size = sum(len(text.encode()) for text in texts)
-    words = sum(len(split_words(text)) for text in texts)
+    words = sum(len(find_words(text)) for text in texts)
     tokens = unknown = 0
     for ids in tokenizer.encode_many(texts):
         tokens += len(ids)
