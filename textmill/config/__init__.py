@@ -14,16 +14,7 @@ from textmill.config.own_files import is_own_file
 from textmill.config.section import Section, field_markers, path, results_of
 from textmill.config.sizes import SIZES
 from textmill.config.tokenizer import MASKED_TOKENS, TokenizerConfig, TokensConfig
-from textmill.config.training import (
-    ChatConfig,
-    CheckpointsConfig,
-    DistilConfig,
-    MaskedConfig,
-    MuonConfig,
-    PackedConfig,
-    PaddedConfig,
-    TrainConfig,
-)
+from textmill.config.training import DistilConfig, MaskedConfig, MuonConfig, TrainConfig
 from textmill.config.usage import (
     EmbedConfig,
     EvaluateConfig,
@@ -39,8 +30,6 @@ from textmill.errors import TextmillError
 __all__ = [
     "SIZES",
     "BeamRunner",
-    "ChatConfig",
-    "CheckpointsConfig",
     "CorpusConfig",
     "DistilConfig",
     "EmbedConfig",
@@ -55,11 +44,8 @@ __all__ = [
     "ModelConfig",
     "MuonConfig",
     "NamedSource",
-    "PackedConfig",
-    "PaddedConfig",
     "PlanConfig",
     "RunConfig",
-    "RunnerConfig",
     "SampleConfig",
     "Section",
     "ServeConfig",
