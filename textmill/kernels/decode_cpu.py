@@ -32,11 +32,16 @@ class Matrix(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A LayerNorm, or without a bias an RMSNorm."""
+    """A LayerNorm of the last dimension, or without a bias an RMSNorm."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.rms_norm(x_NE, self.weight.shape, self.weight, self.eps)
+        return torch.layer_norm(x_NE, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def read_layer(module: Any) -> Matrix | Norm:
@@ -97,7 +102,7 @@ class Kernels:
 
         `gated`: the first half of the outputs, activated, times the second half."""
         if norm is not None:
-            x_NE = normalise(x_NE, norm)
+            x_NE = norm(x_NE)
         y_NF = F.linear(x_NE, linear.weight, linear.bias)
         if gated:
             gate_NF, up_NF = y_NF.chunk(2, -1)
@@ -141,7 +146,7 @@ class Kernels:
         both_NHD = qkv_NHD[:, : heads + K]
         if norms is not None:
             parts = both_NHD[:, :heads], both_NHD[:, heads:]
-            both_NHD = torch.cat([normalise(part, norm) for part, norm in zip(parts, norms, strict=True)], 1)
+            both_NHD = torch.cat([norm(part) for part, norm in zip(parts, norms, strict=True)], 1)
         if angles is not None:
             if self.angles is None:  # those of the step's positions, the same in every layer
                 cos_ND, sin_ND = (table[self.positions] for table in angles)
@@ -149,10 +154,3 @@ class Kernels:
             cos, sin = self.angles
             both_NHD = torch.addcmul(both_NHD * cos, both_NHD.roll(both_NHD.shape[2] // 2, 2), sin)
         return both_NHD[:, :heads], both_NHD[:, heads:]
-
-
-def normalise(x_NE: Tensor, norm: Norm) -> Tensor:
-    """The norm of the last dimension."""
-    if norm.bias is None:
-        return torch.rms_norm(x_NE, norm.weight.shape, norm.weight, norm.eps)
-    return torch.layer_norm(x_NE, norm.weight.shape, norm.weight, norm.bias, norm.eps)

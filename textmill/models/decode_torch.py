@@ -308,10 +308,6 @@ class CapturedSlots(NetSlots):
         added: tuple[Tensor, Tensor] = self.kernels.add_norm(x_NE, F.linear(y_NE, linear.weight), linear.bias, norm)
         return added
 
-    def _last_norm(self, x_NE: Tensor, norm: Any) -> Tensor:
-        normed_NE: Tensor = norm(x_NE) if self.captured else decode_cpu.normalise(x_NE, norm)
-        return normed_NE
-
     def capture(self, work: Callable[[], Tensor], undo: Callable[[], object]) -> tuple[Any, Tensor]:
         """Capture `work` as a CUDA graph; return the graph and the tensor with its result.
 

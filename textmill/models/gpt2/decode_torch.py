@@ -77,7 +77,8 @@ class FastSlots(CapturedSlots):
                 else _activations(layer.mlp, h_NE)
             )
             x_NE, h_NE = self._add_linear(x_NE, inner_NF, layer.mlp_proj, next_norm, few=few)
-        return self._last_norm(x_NE, self.norms[-1]) if few else h_NE
+        last_NE: Tensor = self.norms[-1](x_NE) if few else h_NE
+        return last_NE
 
 
 def _activations(mlp: MLP, h_NE: Tensor) -> Tensor:

@@ -94,7 +94,8 @@ class FastSlots(CapturedSlots):
             x_NE, h_NE = self._add_linear(x_NE, y_NE, layer.o_proj, layer.norm, few=few)
             inner_NF = self._inner(x_NE, layer.norm, gate_up) if few else self._gate(gate_up(h_NE))
             x_NE, h_NE = self._add_linear(x_NE, inner_NF, layer.down_proj, next_norm, few=few)
-        return self._last_norm(x_NE, self.norms[-1]) if few else h_NE
+        last_NE: Tensor = self.norms[-1](x_NE) if few else h_NE
+        return last_NE
 
     def _inner(self, x_NE: Tensor, norm: Any, gate_up: JoinedLinear) -> Tensor:
         """The MLP's activations in one kernel."""
