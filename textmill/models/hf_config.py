@@ -58,6 +58,10 @@ class HfConfig:
     where: str
     kind: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.hf, dict):
+            raise TextmillError(f"{self.where}: found a {type(self.hf).__name__}; it is not a {self.kind} config.json")
+
     def check(
         self,
         fixed: Mapping[str, Any],
@@ -102,10 +106,3 @@ class HfConfig:
                 "or null"
             )
         return int(self.hf["vocab_size"]) - 1 if end is None else end
-
-
-def open_hf_config(hf: Any, where: str, kind: str) -> HfConfig:
-    """A config.json that is an object."""
-    if not isinstance(hf, dict):
-        raise TextmillError(f"{where}: found a {type(hf).__name__}; it is not a {kind} config.json")
-    return HfConfig(hf, where, kind)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.models.family import Shape as BaseShape
-from textmill.models.hf_config import WHOLE_NUMBERS, open_hf_config, read_config_file
+from textmill.models.hf_config import WHOLE_NUMBERS, HfConfig, read_config_file
 from textmill.models.weights import Weight, count_flops
 
 Array = NDArray[np.float32]
@@ -133,7 +133,7 @@ def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
-    config = open_hf_config(hf, where, "BERT")
+    config = HfConfig(hf, where, "BERT")
     numbers = {**dict.fromkeys(WHOLE_NUMBERS), "type_vocab_size": 2}
     config.check(MUST_BE, numbers, (*DROPOUTS, "layer_norm_eps"), "num_attention_heads", "hidden_size")
     end = hf.get("eos_token_id")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.models.family import Shape as BaseShape
-from textmill.models.hf_config import open_hf_config, read_config_file
+from textmill.models.hf_config import HfConfig, read_config_file
 from textmill.models.weights import Weight
 
 Array = NDArray[np.float32]
@@ -92,7 +92,7 @@ def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
-    config = open_hf_config(hf, where, "GPT-2")
+    config = HfConfig(hf, where, "GPT-2")
     config.check(MUST_BE, WHOLE_NUMBERS, (*DROPOUTS, "layer_norm_epsilon"), "n_head", "n_embd")
     if hf.get("n_inner") is not None and (type(hf["n_inner"]) is not int or hf["n_inner"] < 1):
         raise TextmillError(

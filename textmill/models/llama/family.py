@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.models.family import Shape as BaseShape
-from textmill.models.hf_config import WHOLE_NUMBERS, open_hf_config, read_config_file
+from textmill.models.hf_config import WHOLE_NUMBERS, HfConfig, read_config_file
 from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary
 from textmill.models.weights import Weight
 
@@ -136,7 +136,7 @@ def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
-    hf = open_hf_config(hf, where, "Llama").hf
+    hf = HfConfig(hf, where, "Llama").hf
     if hf.get("model_type") == MISTRAL:
         hf = _as_llama(hf, where)
     hf = {key: value for key, value in hf.items() if value is not None}
@@ -149,7 +149,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         hf.setdefault("head_dim", 128)
     if kind == "seed_oss":
         hf = {"attention_dropout": 0.1, "residual_dropout": 0.1, **hf}
-    config = open_hf_config(hf, where, "Llama")
+    config = HfConfig(hf, where, "Llama")
     whole = {**dict.fromkeys(WHOLE_NUMBERS), "num_key_value_heads": None, "head_dim": 1}
     fractions = ("attention_dropout", "residual_dropout", "rms_norm_eps")
     config.check(MUST_BE, whole, fractions, "num_attention_heads", "hidden_size")
