@@ -89,7 +89,7 @@ class Family(Protocol):
 
     Its torch net is the class `Net` (a `textmill.models.base_torch.BaseNet`) in models/NAME/net_torch.py, or in the
     user's file. A family in the package may add net_jax.py (for `engine.kind: jax`) and decode_torch.py (faster
-    decoding on a GPU).
+    decoding).
     """
 
     NAME: str
@@ -97,7 +97,7 @@ class Family(Protocol):
     OBJECTIVE: str
     """What the net is trained for: next_token or masked; only next_token models generate text."""
     BATCH_FIELDS: frozenset[str]
-    """optional fields of a Batch that the net or its loss uses: documents, types, pair_labels."""
+    """Optional fields of a Batch that the net or its loss uses: documents, types, pair_labels."""
 
     def shape_of(self, config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
         """The shape of the `model` section; `length` limits the positions unless `model.shape.positions` is set."""
