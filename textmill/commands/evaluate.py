@@ -16,7 +16,6 @@ from textmill.evaluation import (
     new_result,
     result_path,
     save_result,
-    take_items,
     write_items,
 )
 from textmill.evaluation.data_files import name_of_texts
@@ -140,8 +139,8 @@ def _run_task(
     task: MeasuredTask, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool
 ) -> tuple[Result, list[ItemLog]]:
     """Measure a task, print and save its result; return it and what the model answered to each example."""
-    result = new_result(scorer.checkpoint, task.measure(scorer, config))
-    items = take_items(result)
+    found, items = task.measure(scorer, config)
+    result = new_result(scorer.checkpoint, found)
     if ranks.first:
         run = config.folder_of("train")
         name = task.result_name(result)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.errors import warn
-from textmill.evaluation.measured_task import ITEMS, format_card, format_metrics
+from textmill.evaluation.measured_task import format_card, format_metrics
 from textmill.evaluation.task import ItemLog, Result, tasks_of
 from textmill.storage.files import atomic_writer, format_path, write_json
 
@@ -56,12 +56,7 @@ def result_path(run: Path, checkpoint: Checkpoint, name: str, ending: str = ".js
 ITEMS_ENDING = ".items.jsonl"
 
 
-def take_items(result: Result) -> list[ItemLog]:
-    """Remove the per-item logs from a result and return them."""
-    return [item for found in tasks_of(result).values() for item in found.pop(ITEMS, [])]
-
-
-def write_items(path: Path, items: Sequence[ItemLog]) -> None:
+def write_items(path: Path, items: Iterable[ItemLog]) -> None:
     """Write a per-item log: JSON lines."""
     with atomic_writer(path) as stream:
         for item in items:

@@ -22,7 +22,7 @@ from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.metrics import check_finite, format_number
 from textmill.evaluation.split_tokens import open_tokens
-from textmill.evaluation.task import Measured, Result, Scorer, TaskEntry
+from textmill.evaluation.task import ItemLog, Measured, Result, Scorer, TaskEntry
 from textmill.storage.files import format_path, hash_json, read_json
 from textmill.storage.progress import format_duration
 from textmill.storage.stages import MANIFEST
@@ -52,8 +52,8 @@ class MeasuredTask:
         if self.read is not None:
             self.read(settings, self.entry)
 
-    def measure(self, scorer: Scorer, config: RunConfig) -> Result:
-        """The metrics of the task under its label, with their intervals and the protocol card."""
+    def measure(self, scorer: Scorer, config: RunConfig) -> tuple[Result, list[ItemLog]]:
+        """The metrics of the task under its label, with their intervals and the protocol card; and its per-item log."""
         check_objective(self, scorer.objective, scorer.checkpoint.folder)
         start = time.monotonic()
         settings = self._with_overrides(config.evaluate)
@@ -79,10 +79,8 @@ class MeasuredTask:
         intervals = {name: list(ends) for name, ends in measured.intervals.items()}
         for value in measured.metrics.values():
             check_finite(0.0 if value is None else value, str(scorer.checkpoint.folder))
-        result: Result = {**measured.metrics, "intervals": intervals, "card": card}
-        if measured.items:
-            result[ITEMS] = [{"task": self.entry.label, **item} for item in measured.items]
-        return {self.entry.label: result}
+        items = [{"task": self.entry.label, **item} for item in measured.items]
+        return {self.entry.label: {**measured.metrics, "intervals": intervals, "card": card}}, items
 
     def _with_overrides(self, settings: EvaluateConfig) -> EvaluateConfig:
         """The settings with those of the user's task file."""
@@ -105,8 +103,6 @@ class MeasuredTask:
         return "-".join([self.entry.label, *name_data(card), hash_facts(card)])
 
 
-ITEMS = "items"
-"""The key of the per-item log, which is written next to the result instead of in it."""
 NOT_PROTOCOL = ("file", "text", "seconds", "device", "training_data", "truncated_contexts", "ties", "baselines")
 """What a card says about a place, a machine or an outcome: it does not change what is measured."""
 
@@ -136,7 +132,7 @@ def format_metrics(label: str, result: Result) -> str:
     lambada
       accuracy    32.6%  (31.3% to 33.9%)
     """
-    names = [name for name in result if name not in ("intervals", "card", ITEMS)]
+    names = [name for name in result if name not in ("intervals", "card")]
     if not names:
         return label
     width = max(map(len, names))

@@ -210,7 +210,8 @@ class TrainingTasks:
                 metrics: dict[str, float] = {}
                 for task in self.tasks:
                     start = time.perf_counter()
-                    task_metrics = list_metrics(task.measure(scorer, config))  # such as "lambada/accuracy"
+                    found, _ = task.measure(scorer, config)
+                    task_metrics = list_metrics(found)  # such as "lambada/accuracy"
                     label = next(iter(task_metrics)).partition("/")[0]
                     metrics |= task_metrics
                     metrics[f"{label}/seconds"] = time.perf_counter() - start
