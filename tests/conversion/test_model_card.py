@@ -145,6 +145,8 @@ def test_a_run_names_its_base_model_and_takes_its_licence(tmp_path: Path) -> Non
         },
     }
     (run / "evaluation" / "any-name.json").write_text(json.dumps(measured))
+    texts = {"card": {"task": "perplexity", "text": [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]}, "loss": 2.5}
+    (run / "evaluation" / "texts.json").write_text(json.dumps({"step": 7, "perplexity": texts}))
     (run / "evaluation" / "other.json").write_text(json.dumps({**measured, "step": 6}))
     card = export_card(run / "step-0000007", tmp_path / "out")
     head = yaml.safe_load(card.split("---")[1])
@@ -153,6 +155,7 @@ def test_a_run_names_its_base_model_and_takes_its_licence(tmp_path: Path) -> Non
     assert "## Finetuning" in card
     assert card.count("| pairs | accuracy | 0.75 | 0.5 to 0.875 |") == 1
     assert "file minimal.jsonl" in card
+    assert "text a.txt, b.txt" in card
     assert str(tmp_path) not in card
 
 

@@ -27,9 +27,9 @@ LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 LARGEST_LICENCE = 1_000_000
 CURVE_ROWS = 12
 """Most rows of the training curve."""
-FILE_FACTS = ("file", "text")
+FILE_FACTS = {"file", "text"}
 """What a protocol card says about files: their names are shown, without the folders of this machine."""
-PRIVATE_FACTS = ("seconds", "device")
+PRIVATE_FACTS = ("seconds", "device", "predictions")
 """What a protocol card says about the machine."""
 
 
@@ -317,8 +317,8 @@ def _score_rows(result: dict[str, Any]) -> list[str]:
 def _protocol_facts(result: dict[str, Any]) -> list[str]:
     """How a result was measured: the protocol card of its task."""
     cards = [values["card"] for values in result.values() if isinstance(values, dict) and "card" in values]
-    facts = cards[0] if cards else {}
-    shown = {
-        key: Path(value).name if key in FILE_FACTS and isinstance(value, str) else value for key, value in facts.items()
-    }
-    return [f"{key} {_cell(value)}" for key, value in shown.items() if key not in PRIVATE_FACTS and value is not None]
+    facts = dict(cards[0]) if cards else {}
+    for key in FILE_FACTS & facts.keys():
+        files = facts[key] if isinstance(facts[key], list) else [facts[key]]
+        facts[key] = ", ".join(Path(file).name for file in files)
+    return [f"{key} {_cell(value)}" for key, value in facts.items() if key not in PRIVATE_FACTS and value is not None]

@@ -18,6 +18,7 @@ from textmill.config import CorpusConfig, EvaluateConfig
 from textmill.corpus.find_sources import find_sources
 from textmill.corpus.labelled import ANSWERS, WORDS, Example, read_examples, read_split
 from textmill.errors import TextmillError
+from textmill.evaluation import write_items
 from textmill.evaluation.labelled.squad import AnswerScores, find_best_answer
 from textmill.evaluation.task import Result
 from textmill.storage.files import atomic_writer, format_path, make_folder_for
@@ -32,7 +33,7 @@ class SequenceMeasure:
     count those whose labels are known."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self.names, self.numbers = names, {name: number for number, name in enumerate(names)}
+        self.names = names
         self.matrix = ConfusionMatrix(names)
 
     def add(self, example: Example, samples: list[Sample], logits: list[Logits]) -> Row:
@@ -41,7 +42,7 @@ class SequenceMeasure:
         row: Row = {"source": example.source, "place": example.place, "texts": example.texts}
         row |= {"label": self.names[best], "probability": round(float(scores[best] / scores.sum()), 6)}
         if example.labels is not None:
-            self.matrix.add([self.numbers[example.labels[0]]], [best])
+            self.matrix.add([self.names.index(example.labels[0])], [best])
             row["expected"] = example.labels[0]
         return row
 
@@ -49,15 +50,17 @@ class SequenceMeasure:
         matrix = self.matrix
         by_class = {f"f1 of {name}": value for name, value in matrix.f1_by_class().items()}
         overall = {"accuracy": matrix.accuracy(), "macro_f1": matrix.macro_f1(), "matthews": matrix.matthews()}
-        return {**overall, **by_class}
+        return overall | by_class
 
 
 class WordMeasure:
     """Labels of words: those of their first tokens; a word without tokens is outside of entities."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self.names, self.numbers = names, {name: number for number, name in enumerate(names)}
-        self.matrix, self.entities = ConfusionMatrix(names), EntityCounts()
+        self.names = names
+        self.numbers = {name: number for number, name in enumerate(names)}
+        self.matrix = ConfusionMatrix(names)
+        self.entities = EntityCounts()
 
     def add(self, example: Example, samples: list[Sample], logits: list[Logits]) -> Row:
         predicted = np.full(len(example.texts), self.numbers.get(OUTSIDE, 0), np.int64)
@@ -151,12 +154,14 @@ def measure_labels(
             pass
     else:
         make_folder_for(predictions, "evaluate.predictions")
-        with atomic_writer(predictions) as stream:
-            stream.writelines(_json_object(rows()) if task == ANSWERS else _json_lines(rows()))
+        if task == ANSWERS:
+            with atomic_writer(predictions) as stream:
+                stream.writelines(_json_object(rows()))
+        else:
+            write_items(predictions, rows())
     metrics: dict[str, float] = measure.metrics() if counts["labelled"] else {}
-    data = ", ".join(map(str, evaluate.text)) or f"{evaluate.split} split"
     card = {
-        "data": data,
+        **({"text": list(evaluate.text)} if evaluate.text else {"split": evaluate.split}),
         **counts,
         "length": predictor.length,
         **({"overlap": predictor.overlap} if task == ANSWERS else {}),
@@ -166,11 +171,6 @@ def measure_labels(
         "seconds": time.monotonic() - start,
     }
     return {task: {**metrics, "intervals": {}, "card": card}}
-
-
-def _json_lines(rows: Iterator[Row]) -> Iterator[bytes]:
-    for row in rows:
-        yield json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _json_object(rows: Iterator[Row]) -> Iterator[bytes]:
@@ -193,25 +193,20 @@ class ConfusionMatrix:
         """Count pairs of a label and its prediction."""
         np.add.at(self.counts, (np.asarray(expected), np.asarray(predicted)), 1)
 
-    @property
-    def total(self) -> int:
-        return int(self.counts.sum())
-
     def accuracy(self) -> float:
         """The fraction of predictions that are right."""
-        return float(np.trace(self.counts) / max(1, self.total))
+        return float(np.trace(self.counts) / max(1, self.counts.sum()))
 
     def f1_by_class(self) -> dict[str, float]:
         """F1 of each class that occurs as a label or as a prediction."""
         right = np.diag(self.counts)
         labels = self.counts.sum(1)
         predictions = self.counts.sum(0)
-        found = {
+        return {
             name: float(2 * right[number] / (labels[number] + predictions[number]))
             for number, name in enumerate(self.names)
             if labels[number] + predictions[number]
         }
-        return found
 
     def macro_f1(self) -> float:
         """The mean of the classes' F1."""
@@ -222,7 +217,7 @@ class ConfusionMatrix:
         """Matthews correlation coefficient, for any number of classes; 0 if all labels or predictions are equal."""
         labels = self.counts.sum(1).astype(float)
         predictions = self.counts.sum(0).astype(float)
-        total = float(self.total)
+        total = float(self.counts.sum())
         right = float(np.trace(self.counts))
         spread = (total**2 - labels @ labels) * (total**2 - predictions @ predictions)
         return float((right * total - labels @ predictions) / math.sqrt(spread)) if spread > 0 else 0.0
@@ -272,7 +267,8 @@ class EntityCounts:
         """Count the entities of a sentence; one is right if its type and both of its ends are."""
         wanted = find_entities(expected)
         found = find_entities(predicted)
-        self.expected, self.predicted = self.expected + len(wanted), self.predicted + len(found)
+        self.expected += len(wanted)
+        self.predicted += len(found)
         self.right += len(wanted & found)
 
     def metrics(self) -> dict[str, float]:
