@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
@@ -27,12 +26,11 @@ class Protocol:
     """How the text is divided, read and counted."""
 
     articles: bool
-    """Whether each article is read alone; else the file is one text."""
+    """Whether each article is read alone, its first token too; else the file is one text, its first token context."""
     detokenize: bool
     """Whether the text is detokenised first: "1 @,@ 234" becomes "1,234"."""
     stride: int | None
     """None: as long as the window."""
-    first_token: Literal["predicted", "context"]
     shorter: int = 0
     """transformers counts the token after which nothing is predicted as part of the window."""
 
@@ -40,9 +38,9 @@ class Protocol:
 FILES = "wiki.test.tokens, or any text"
 SOURCE = "WikiText-2 and WikiText-103 (their test file is the same), Salesforce/wikitext on the Hugging Face hub"
 PROTOCOLS = {
-    "lm-eval": Protocol(articles=True, detokenize=True, stride=None, first_token="predicted"),
-    "megatron": Protocol(articles=False, detokenize=True, stride=32, first_token="context"),
-    "transformers": Protocol(articles=False, detokenize=False, stride=512, first_token="context", shorter=1),
+    "lm-eval": Protocol(articles=True, detokenize=True, stride=None),
+    "megatron": Protocol(articles=False, detokenize=True, stride=32),
+    "transformers": Protocol(articles=False, detokenize=False, stride=512, shorter=1),
 }
 
 
@@ -63,7 +61,7 @@ def measure(scorer: NextTokenScorer, settings: EvaluateConfig, entry: TaskEntry)
     window, stride = find_windows(settings, scorer.positions)
     window = max(1, window - protocol.shorter)
     score = _score_articles if protocol.articles else _score_stream
-    measured, tokens = score(scorer, texts, settings, window, stride, protocol.first_token == "predicted")
+    measured, tokens = score(scorer, texts, settings, window, stride)
     # Words and bytes are those before detokenising, as in published figures.
     words = sum(map(count_words, originals)) if protocol.articles else count_spaced_words(original)
     counts = {"tokens": tokens, "words": words, "bytes": len(original.encode())}
@@ -78,7 +76,7 @@ def measure(scorer: NextTokenScorer, settings: EvaluateConfig, entry: TaskEntry)
         "articles": protocol.articles,
         "window": window + protocol.shorter,
         "stride": stride,
-        "first_token": protocol.first_token,
+        "first_token": "predicted" if protocol.articles else "context",
         "count_end": False,
         "examples": measured.windows,
         **counts,
@@ -114,18 +112,18 @@ def find_windows(settings: EvaluateConfig, positions: int, _: int | None = None)
 
 
 def _score_stream(
-    scorer: NextTokenScorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
+    scorer: NextTokenScorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int
 ) -> tuple[StoreLoss, int]:
-    """The file as one text, and how many tokens it has to predict."""
+    """The file as one text, and how many tokens it has to predict: all but the first."""
     with temporary_store(texts, scorer.tokenizer, append_end=False) as store:
         measured = scorer.sum_losses(
-            store, length=window, stride=stride, predict_first=predict_first, sample=settings.sample, seed=SAMPLE_SEED
+            store, length=window, stride=stride, predict_first=False, sample=settings.sample, seed=SAMPLE_SEED
         )
-        return measured, store.tokens if predict_first else store.tokens - 1
+        return measured, store.tokens - 1
 
 
 def _score_articles(
-    scorer: NextTokenScorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
+    scorer: NextTokenScorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int
 ) -> tuple[StoreLoss, int]:
     """Every article alone, and how many tokens they have; the first token of each is predicted from the tokenizer's
     first token."""
