@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from textmill.config import TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.foreign_files import END
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_named, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer, open_used
 from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")
@@ -328,11 +328,12 @@ def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match="not a vocabulary with merges"):
         open_tokenizer(tmp_path / "a-vocab.json")
     with pytest.raises(TextmillError, match=r"tokenizer\.use: \./nowhere: no such folder"):
-        open_named("./nowhere")
+        open_used(TokenizerConfig(use="./nowhere"), "packed")
 
 
 def test_a_project_is_named_for_its_tokenizer(tmp_path: Path) -> None:
     """As in model.init_from=mine tokenizer.use=mine."""
     (tmp_path / "mine" / "tokenizer").mkdir(parents=True)
     fit(iter([["a mill by the river"] * 9]), TokenizerConfig(vocab=300)).save(tmp_path / "mine" / "tokenizer")
-    assert open_named(str(tmp_path / "mine")).fingerprint == open_tokenizer(tmp_path / "mine/tokenizer").fingerprint
+    used = open_used(TokenizerConfig(use=str(tmp_path / "mine")), "packed")
+    assert used.fingerprint == open_tokenizer(tmp_path / "mine/tokenizer").fingerprint

@@ -407,8 +407,12 @@ def _default_template(given: Any) -> Any:
     return named.get("default")
 
 
-def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
-    """Open what `tokenizer.use` names: a local folder or file, a project, or a tokenizer of the Hugging Face hub."""
+def open_used(config: TokenizerConfig, layout: str) -> TextTokenizer:
+    """Open what `tokenizer.use` names: a local folder or file, a project, or a tokenizer of the Hugging Face hub.
+
+    What the chat template and `train.layout` need is added.
+    """
+    name = str(config.use)
     path = Path(name)
     if (path / "tokenizer" / "tokenizer.json").is_file() and not (path / "tokenizer.json").is_file():
         path = path / "tokenizer"  # of a project, which `model.init_from` takes too
@@ -417,12 +421,7 @@ def open_named(name: str, end: str | None = None, lowercase: bool | None = None)
             path = find_model_folder(name, HUB_FILES)
         except TextmillError as error:
             raise TextmillError(f"tokenizer.use: {error}") from None
-    return open_tokenizer(path, end, lowercase)
-
-
-def open_used(config: TokenizerConfig, layout: str) -> TextTokenizer:
-    """The tokenizer that `tokenizer.use` names, with what the chat template and `train.layout` need."""
-    used = open_named(str(config.use), config.end_token, config.lowercase)
+    used = open_tokenizer(path, config.end_token, config.lowercase)
     if turns := turns_of(config.chat, config.chat_turns):
         used = used.with_chat(turns)
     if config.jieba and used.words is None:
