@@ -108,9 +108,9 @@ class Batches:
         numbers = np.zeros_like(samples)
         range_starts = [blend_range.sample for blend_range in self.blends]
         ranges = np.searchsorted(range_starts, samples, side="right") - 1
-        for number in np.unique(ranges).tolist():
-            rows = ranges == number
-            blend_range = self.blends[number]
+        for index in np.unique(ranges).tolist():
+            rows = ranges == index
+            blend_range = self.blends[index]
             stores, numbers_in_range = blend_range.blend.locate(samples[rows] - blend_range.sample)
             if any(blend_range.layouts[store] is None for store in np.unique(stores).tolist()):
                 raise TextmillError(
