@@ -331,9 +331,9 @@ async def _prepare_completion(service: Service, body: CompletionBody) -> tuple[l
 async def _prepare_chat(service: Service, body: ChatBody) -> tuple[list[Request], ChatReply]:
     """The same for a conversation."""
     check_generates(service)
-    use = find_tool_use(body, find_template(service))
-    prompt = await read_chat_prompt(service, body.messages, use, body.max_completion_tokens or body.max_tokens)
-    return chat_requests(service, body, prompt, use), ChatReply(service, body, prompt, use)
+    tool_use = find_tool_use(body, find_template(service))
+    prompt = await read_chat_prompt(service, body.messages, tool_use, body.max_completion_tokens or body.max_tokens)
+    return chat_requests(service, body, prompt, tool_use), ChatReply(service, body, prompt, tool_use)
 
 
 async def _answer(http: HttpRequest, requests: list[Request], reply: AnyReply, streamed: bool) -> Response:

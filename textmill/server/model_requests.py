@@ -144,19 +144,21 @@ def find_template(service: Service) -> AnyTemplate:
 
 
 async def read_chat_prompt(
-    service: Service, messages: Sequence[Message], use: ToolUse, max_tokens: int | None = None
+    service: Service, messages: Sequence[Message], tool_use: ToolUse, max_tokens: int | None = None
 ) -> Prompt:
     """Render a conversation with the model's chat template; leave out its oldest turns if it is too long."""
     template = find_template(service)
     turns = [read_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
-    tools = use.descriptions()
+    tools = tool_use.descriptions()
     check_surrogates(json.dumps(tools, ensure_ascii=False), "tools")
     conversation = Conversation(turns)
     starts = conversation.list_starts(service.longest_text) if service.config.drop_oldest else [0]
     check_characters(service, conversation.count_characters(starts[0]), "messages")
 
     def render(dropped: int) -> list[int]:
-        return template.render(use.to_messages(conversation.without(dropped)), True, tools if use.known else ())
+        return template.render(
+            tool_use.to_messages(conversation.without(dropped)), True, tools if tool_use.known else ()
+        )
 
     space = min(max_tokens or service.sample.max_tokens, service.model.positions // 4)
     longest = service.model.positions - max(space, 1)
@@ -269,7 +271,7 @@ def completion_requests(service: Service, body: CompletionBody, prompts: Sequenc
     return _build_requests(service, body, sample, prompts, logprobs, bool(body.echo) and body.logprobs is not None)
 
 
-def chat_requests(service: Service, body: ChatBody, prompt: Prompt, use: ToolUse) -> list[Request]:
+def chat_requests(service: Service, body: ChatBody, prompt: Prompt, tool_use: ToolUse) -> list[Request]:
     """Return the generation requests of a chat completion: the conversation n times."""
     _check_count(service, body.n or 1)
     if body.top_logprobs is not None and not body.logprobs:
@@ -279,7 +281,7 @@ def chat_requests(service: Service, body: ChatBody, prompt: Prompt, use: ToolUse
     sample = sampling_settings(service, body, body.max_completion_tokens or body.max_tokens)
     logprobs = max(body.top_logprobs or 0, 1) if body.logprobs else 0
     stop_ids = () if service.template is None else service.template.stop_ids
-    grammar = check_tool_use(body, use)
+    grammar = check_tool_use(body, tool_use)
     requests = _build_requests(service, body, sample, [prompt], logprobs, False, stop_ids)
     return [replace(request, grammar=grammar) for request in requests] if grammar else requests
 

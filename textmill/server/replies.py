@@ -162,14 +162,14 @@ class CompletionReply(Reply):
 class ChatReply(Reply):
     """The reply to a chat request."""
 
-    def __init__(self, service: Service, body: ChatBody, prompt: Prompt, use: ToolUse) -> None:
+    def __init__(self, service: Service, body: ChatBody, prompt: Prompt, tool_use: ToolUse) -> None:
         super().__init__(service, body, "chat.completion", "chatcmpl", len(prompt.ids))
         self.dropped = prompt.dropped
         if prompt.dropped:
             self.headers[DROPPED_MESSAGES] = str(prompt.dropped)
         self.chunk_head = {**self.head, "object": "chat.completion.chunk"}
         self.body = body
-        self.parsers = [CallParser(use.format) for _ in range(body.n or 1)] if use.tools else []
+        self.parsers = [CallParser(tool_use.format) for _ in range(body.n or 1)] if tool_use.tools else []
         """Of each text, if there are tools."""
         self.calls: Counter[int] = Counter()
         """How many calls each text has so far."""

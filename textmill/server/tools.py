@@ -173,13 +173,13 @@ class CallParser:
         return next((length for length in lengths if self._held.endswith(self._start[:length])), 0)
 
 
-def check_tool_use(body: ChatBody, use: ToolUse) -> str:
+def check_tool_use(body: ChatBody, tool_use: ToolUse) -> str:
     """Return the grammar of a request with tools; raise if it has another one too, or a schema is impossible."""
     others = (body.response_format and body.response_format.type != "text", body.regex, body.grammar, body.choices)
-    if use.tools and any(others):
+    if tool_use.tools and any(others):
         message = "tools: not together with response_format, choices, regex or grammar; send one of them"
         raise HttpError(400, message, field="tools")
     try:
-        return use.grammar()
+        return tool_use.grammar()
     except TextmillError as error:
         raise HttpError(400, str(error), field="tools") from None
