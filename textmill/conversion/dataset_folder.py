@@ -20,7 +20,7 @@ from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import list_shards, open_shard
 from textmill.errors import TextmillError
-from textmill.storage.files import format_path, manifest_entry, read_json, write_bytes
+from textmill.storage.files import format_path, manifest_entry, read_json, write_text
 from textmill.storage.stages import Force, Stage, open_manifest
 
 CARD = "README.md"
@@ -67,7 +67,7 @@ def export_dataset(export: ExportConfig, settings: CorpusConfig, corpus: Path, f
                 name = f"data/{SPLIT_NAMES[split]}-{number:05d}-of-{len(shards):05d}.parquet"
                 files[name] = _write_shard(shard, part / name, common)
         card = _card(export, settings, account, common, files)
-        files[CARD] = write_bytes(part / CARD, [card.encode()])
+        files[CARD] = write_text(part / CARD, card)
         stage.write_manifest(part, files, {"documents": manifest["documents"]})
     megabytes = sum(entry["bytes"] for entry in files.values()) / 1e6
     print(f"export: {format_path(folder)}: {manifest['documents']:,} documents as a dataset, {megabytes:,.1f} MB")

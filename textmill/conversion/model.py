@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.models import Shape, known_weights
 from textmill.models.pooling import Pooling
-from textmill.storage.files import write_bytes
+from textmill.storage.files import write_text
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
@@ -95,7 +95,7 @@ def check_layers(shape: Shape, tensors: int, where: str) -> None:
 
 def write_texts(folder: Path, texts: dict[str, str]) -> Files:
     """Write small files by name."""
-    return {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+    return {name: write_text(folder / name, text) for name, text in texts.items()}
 
 
 def require_family(shape: Shape, kind: str, *families: str) -> None:

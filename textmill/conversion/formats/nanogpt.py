@@ -37,8 +37,7 @@ def read(path: Path, hints: Hints) -> Model:
         raise TextmillError(f"{path}: has no model_args and model; it is not a checkpoint of nanoGPT")
     shape = _shape_of(args, hints, path)
     check_layers(shape, len(state), str(path))
-    transposed = {weight.name: weight.transposed for weight in shape.weights()}
-    weights = collect_weights(shape, _named(state, transposed, shape), str(path), padded=hints.vocab is not None)
+    weights = collect_weights(shape, _named(state, shape), str(path), padded=hints.vocab is not None)
     return Model(shape, weights, hints.open_tokenizer(path.parent))
 
 
@@ -50,10 +49,12 @@ def _shape_of(args: Tree, hints: Hints, path: Path) -> Any:
     return open_family("gpt2").shape_of_hf(hf, str(path))
 
 
-def _named(state: Tree, transposed: dict[str, bool], shape: Any) -> Iterator[Named]:
+def _named(state: Tree, shape: Any) -> Iterator[Named]:
+    weights = {weight.name: weight for weight in shape.weights()}
     found = {name.removeprefix(COMPILED): values for name, values in named_tensors(state)}
     for name, values in found.items():
-        yield name, values.T if transposed.get(name) and values.ndim == 2 else values
-    for weight in shape.weights():  # model_args has bias=False
-        if weight.name.endswith(".bias") and weight.name not in found:
-            yield weight.name, np.zeros(weight.shape, np.float32)
+        is_turned = name in weights and weights[name].transposed and values.ndim == 2
+        yield name, values.T if is_turned else values
+    for name in weights.keys() - found.keys():  # model_args has bias=False
+        if name.endswith(".bias"):
+            yield name, np.zeros(weights[name].shape, np.float32)

@@ -51,7 +51,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
         opset_imports=[onnx.helper.make_opsetid("", OPSET)],
         producer_name="textmill",
     )
-    large = sum(weight.raw_data.__len__() for weight in weights) > LARGE
+    large = sum(len(weight.raw_data) for weight in weights) > LARGE
     onnx.save_model(proto, folder / FILE, save_as_external_data=large, location=DATA)
     onnx.checker.check_model(folder / FILE)
     files = write_texts(folder, text_files(shape, model.tokenizer, config.precision))
