@@ -126,9 +126,11 @@ def test_text_fields(database: MongoDatabase) -> None:
         None,
     ]
     assert isinstance(found[3], BadRecord)
-    assert "found ['q', 'a']; set corpus.text_key" in found[3].reason
+    assert "no field 'text'; found ['a', 'q']; it is a conversation: set corpus.chat=pairs" in found[3].reason
     by_key = list(read_range(path, 0, 7, CorpusConfig(text_key="body")))
     assert [row.text for row in by_key if isinstance(row, Document)] == ["other"]
+    joined = read_range(path, 0, 1, CorpusConfig(text_key="form+filt_text", keep_fields=["form"]))
+    assert [(row.text, row.meta) for row in joined if isinstance(row, Document)] == [("raw\nclean", '{"form": "raw"}')]
     conversations = list(read_range(path, 0, 7, CorpusConfig(chat="pairs")))
     assert [row.turns for row in conversations if isinstance(row, Document)] == [(("user", "hi"), ("assistant", "ho"))]
     assert next(row.reason for row in conversations if isinstance(row, BadRecord)).startswith(

@@ -20,7 +20,7 @@ from typing import Any
 from textmill.config import CorpusConfig
 from textmill.corpus.conversations import find_layout, read_conversation
 from textmill.corpus.document import Document
-from textmill.corpus.records import BadRecord, UnreadableRecord
+from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
 from textmill.corpus.source import Source
 
 FieldPath = tuple[str, ...]
@@ -46,22 +46,24 @@ class TextFields:
     chat: str | None = None
     """The layout of conversations; None if the records are plain text."""
 
-    def documents(self, value: object, place: str, raw: bytes) -> Iterator[Document | BadRecord]:
-        """Yield the documents of one record; without any match, one empty document, so that the record is counted."""
+    def documents(self, value: object, place: str, raw: bytes | None = None) -> Iterator[Document | BadRecord]:
+        """Yield the documents of one record; without any match, one empty document, so that the record is counted.
+
+        `raw`: its bytes as they are stored; without them a bad record shows its value."""
         if self.chat or not self.list_paths or (isinstance(value, dict) and self.key in value):
             yield self._to_document(value, value, place, raw, ())
             return
         try:
             elements = list(_elements(value, self.list_paths[0]))
         except UnreadableRecord as error:
-            yield BadRecord(self.source, place, str(error), raw)
+            yield BadRecord(self.source, place, str(error), _shown(value, raw))
             return
         if not elements:
             yield Document("", self.source, place)
         for index, element in enumerate(elements):
             yield from self.element_documents(element, f"{place}, {'.'.join(self.list_paths[0])}[{index}]", raw)
 
-    def element_documents(self, element: object, place: str, raw: bytes) -> Iterator[Document | BadRecord]:
+    def element_documents(self, element: object, place: str, raw: bytes | None) -> Iterator[Document | BadRecord]:
         """Yield the documents of one element of the first list."""
         inner_lists = self.list_paths[1:]
         if self.join is not None or not inner_lists:
@@ -74,12 +76,12 @@ class TextFields:
                 yield self._to_document(leaf, element, f"{place}{suffix}", raw, ())
         except UnreadableRecord as error:
             count += 1
-            yield BadRecord(self.source, place, str(error), raw)
+            yield BadRecord(self.source, place, str(error), _shown(element, raw))
         if not count:
             yield Document("", self.source, place)
 
     def _to_document(
-        self, value: object, metadata_holder: object, place: str, raw: bytes, inner_lists: tuple[FieldPath, ...]
+        self, value: object, metadata_holder: object, place: str, raw: bytes | None, inner_lists: tuple[FieldPath, ...]
     ) -> Document | BadRecord:
         turns = None
         try:
@@ -100,7 +102,8 @@ class TextFields:
             may_be_byte = 0xDC80 <= ord(text[error.start]) <= 0xDCFF
             problem = "not UTF-8, or a lone surrogate" if may_be_byte else "a lone surrogate"
             reason = f"{problem}, \\u{ord(text[error.start]):04x}, at character {error.start:,}"
-        return BadRecord(self.source, place, reason, raw, len(raw))
+        shown = _shown(value, raw)
+        return BadRecord(self.source, place, reason, shown, len(shown))
 
     def read_text(self, value: object) -> str:
         """The text of an innermost element; missing or null fields are left out if there are several."""
@@ -182,6 +185,10 @@ def parse_text_key(source: Source, config: CorpusConfig, kept_fields: tuple[str,
 
 def _path(text: str) -> FieldPath:
     return tuple(name for name in text.strip(". ").split(".") if name)
+
+
+def _shown(value: object, raw: bytes | None) -> bytes:
+    return str(value)[:RAW_BYTES].encode(errors="replace") if raw is None else raw
 
 
 def lookup(value: object, path: FieldPath) -> object:

@@ -16,14 +16,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW_BYTES, BadRecord
+from textmill.corpus.records import BadRecord
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.split import split_from_name
 from textmill.corpus.text_fields import parse_text_key
@@ -109,26 +109,17 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     """Yield the documents at a range of positions, each with its collection, idx and _id as its place."""
     source = chunk.source
     server = _keep_connected(open_server(source.address), os.getpid())
-    conversations = replace(parse_text_key(source, config), kept_fields=(), url=False) if config.chat else None
-    key = source.text_key or config.text_key
-    names = (key,) if key != "text" else TEXT_FIELDS
+    fields = parse_text_key(source, config)
     for one in source.snapshot if chunk.start == 0 else ():
         for document in server.request(_fetch_without_idx, one.collection):
             reason = "no idx, the number by which documents are read; give it one"
             yield BadRecord(source.name, f"{one.collection} None {document['_id']}", reason, b"")
     for collection, row in _scan(server, source.snapshot, chunk.start, chunk.stop):
-        place = f"{collection} {row.get('idx')} {row.get('_id')}"
-        text = next((row[name] for name in names if row.get(name) is not None), None)
-        if conversations is None and isinstance(text, str):
-            yield Document(text, source.name, place)
-            continue
-        fields = {name: value for name, value in row.items() if name not in ("_id", "idx")}
-        raw = json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW_BYTES]
-        if conversations is not None:
-            yield from conversations.documents(fields, place, raw)
-        else:
-            reason = f"no text in {' or '.join(names)}; found {list(fields)}; set corpus.text_key"
-            yield BadRecord(source.name, place, reason, raw)
+        place = f"{collection} {row.pop('idx')} {row.pop('_id')}"
+        name = next((name for name in TEXT_FIELDS if row.get(name) is not None), None)
+        if name and fields.key == "text" and not config.chat:
+            row["text"] = row[name]
+        yield from fields.documents(row, place)
 
 
 @lru_cache(maxsize=4)

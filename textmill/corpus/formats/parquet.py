@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW_BYTES, BadRecord
+from textmill.corpus.records import BadRecord
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.streams import BrokenStream, open_seekable
 from textmill.corpus.text_fields import TextFields, parse_text_key
@@ -90,7 +90,7 @@ def batch_records(batch: Any, fields: TextFields, first: int, names: list[str]) 
         if isinstance(row, str):
             yield BadRecord(fields.source, place, row, b"")
         else:
-            yield from fields.documents(row, place, str(row)[:RAW_BYTES].encode(errors="replace") if row else b"")
+            yield from fields.documents(row, place)
 
 
 def _describe_missing_column(schema: Any, fields: TextFields, names: list[str]) -> str:
