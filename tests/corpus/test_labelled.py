@@ -164,6 +164,7 @@ MISTAKES = {
     "a list as label": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": [1]}'}, r"jsonl:1: the label is \[1\]"),
     "a label that is no number": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": NaN}'}, r"the label is nan"),
     "plain text": (SEQUENCES, {"train.txt": "good\n"}, r"train\.txt: corpus\.labels=sequence-class.* reads CSV"),
+    "source code": (SEQUENCES, {"train.py": "print(1)\n"}, r"train\.py: corpus\.labels=sequence-class.* reads CSV"),
     "unequal words": (
         WORDS,
         {"train.jsonl": '{"words": ["a", "b"], "labels": ["O"]}'},

@@ -15,7 +15,7 @@ from textmill.corpus.document_files import TEXT_SHARES, describe_unread_document
 from textmill.corpus.encodings import advise_encodings
 from textmill.corpus.find_sources import bundled_corpora, describe_skipped, find_sources, source_state
 from textmill.corpus.inspection import RecordFacts, inspect_records
-from textmill.corpus.prepare import WITHOUT_CONVERSATIONS
+from textmill.corpus.prepare import may_have_conversations
 from textmill.corpus.source import ONE_TEXT_FORMATS, Source
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
@@ -58,7 +58,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
     sources = _find_texts(entries, folder)
     records = inspect_records(sources, CorpusConfig())
-    if records.chat and (plain := [source for source in sources if source.format in WITHOUT_CONVERSATIONS]):
+    if records.chat and (plain := [source for source in sources if not may_have_conversations(source)]):
         records = inspect_records(sources, CorpusConfig(), with_conversations=False)
         print(
             f"new: conversations next to plain text ({plain[0].name}) are read as plain text; for a chat model, name "

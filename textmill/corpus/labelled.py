@@ -29,7 +29,7 @@ from textmill.corpus.records import (
     read_lines,
 )
 from textmill.corpus.shards import RowWriter, list_shards, new_row_shard, read_documents, shard_name
-from textmill.corpus.source import Source
+from textmill.corpus.source import FIELD_FORMATS, Source
 from textmill.corpus.split import SourceSplits, assign_split, text_digest
 from textmill.corpus.text_fields import RECORD
 from textmill.errors import TextmillError
@@ -217,7 +217,7 @@ class LabelSet:
 
 def read_examples(source: Source, task: str, config: CorpusConfig, *, needs_labels: bool = True) -> Iterator[Example]:
     """The examples of a source, in order; one without labels is an error if they are needed."""
-    if source.format in ("text", "wiki", "mediawiki", "mongo"):
+    if source.format not in FIELD_FORMATS:
         if task != WORDS or source.format != "text":
             raise TextmillError(
                 f"{source.name}: corpus.labels={task} reads CSV, JSON, Parquet or Arrow files; convert the file"

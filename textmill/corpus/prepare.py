@@ -70,7 +70,7 @@ from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord, chunk_bytes_of
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, list_shards, new_row_shard, new_shard, shard_name
-from textmill.corpus.source import DOCUMENT_FORMATS, ONE_TEXT_FORMATS, Damage, Source, SourceChunk
+from textmill.corpus.source import FIELD_FORMATS, ONE_TEXT_FORMATS, Damage, Source, SourceChunk
 from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
 from textmill.runners import Runner, open_runner
@@ -87,8 +87,6 @@ from textmill.storage.files import (
 from textmill.storage.progress import progress
 from textmill.storage.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
-WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki", "urls", *DOCUMENT_FORMATS)
-"""Formats that `corpus.chat` cannot read."""
 QUALITY_FILE = "quality.npy"
 """The file of the trained quality filter, in the folder of intermediate files."""
 QUARANTINE = "quarantine.jsonl"
@@ -525,8 +523,13 @@ def _describe_inputs(
     return settings | {f"inputs.{name}": value for name, value in inputs.describe().items()}
 
 
+def may_have_conversations(source: Source) -> bool:
+    """Whether `corpus.chat` can read a source."""
+    return source.format in (*FIELD_FORMATS, "mongo")
+
+
 def _check_conversation_formats(config: CorpusConfig, sources: Sequence[Source]) -> None:
-    plain_sources = [source.name for source in sources if source.format in WITHOUT_CONVERSATIONS]
+    plain_sources = [source.name for source in sources if not may_have_conversations(source)]
     if config.chat and plain_sources:
         raise TextmillError(
             f"corpus.chat: {plain_sources[0]} has no fields that could hold a conversation; "

@@ -70,6 +70,8 @@ DOCUMENT_FORMATS = (*BINARY_DOCUMENTS, "latex", "subtitles", "code", "mail", "wa
 """Formats of documents that people write and read, and those of them that name their own encoding."""
 ONE_TEXT_FORMATS = ("text", *BINARY_DOCUMENTS, "latex", "subtitles", "code")
 """Formats of which a file is one text, which `corpus.documents` cuts."""
+FIELD_FORMATS = ("jsonl", "json", "csv", "parquet", "arrow")
+"""Formats whose records have fields that their author chose: conversations and labels can be in them."""
 NOT_TEXT = (*SELF_COMPRESSED, "mongo", *BINARY_DOCUMENTS, "mail", "warc")
 """Formats that have no encoding and no lines, or in which each part names its own encoding."""
 PACKAGES = {"pdf": "pypdfium2", "html": "resiliparse", "epub": "resiliparse", "warc": "resiliparse", "rtf": "striprtf"}
