@@ -481,15 +481,8 @@ PARTS = {
     "activations": "activations",
     "logits": "logits",
 }
-
-STEP_PARTS = {
-    "matmuls": "matmuls",
-    "attention": "attention",
-    "between": "kernels between them",
-    "loss": "loss",
-    "optimizer": "optimizer",
-    "waiting": "waiting for other devices",
-}
+STEP_PARTS = {"between": "kernels between them", "waiting": "waiting for other devices"}
+"""The parts of a step whose names do not say what they are."""
 
 
 def format_plan(figures: dict[str, Any]) -> str:
@@ -553,10 +546,9 @@ def _work_lines(figures: dict[str, Any]) -> list[str]:
     speed = f"{figures['tokens_per_second']:,.0f} tokens/s{mfu}, {figures['step_seconds']:.3g} s for a step"
     lines.append(f"  speed: {speed} ({figures['speed']})")
     if figures["step_parts"]:
-        shares = {
-            STEP_PARTS[part]: seconds / figures["step_seconds"] for part, seconds in figures["step_parts"].items()
-        }
-        lines.append("  of a step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+        parts = figures["step_parts"].items()
+        shares = (f"{STEP_PARTS.get(part, part)} {seconds / figures['step_seconds']:.0%}" for part, seconds in parts)
+        lines.append(f"  of a step: {', '.join(shares)}")
     if figures["hours"] is not None:
         lines.append(f"  time: {_format_hours(figures['hours'])}, without evaluation and saving")
     if figures["cost"] is not None:
