@@ -35,7 +35,7 @@ BYTES = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000
 def test_the_config_accepts_the_plan(text: TextProfile, least: int, pairs: str, machine: MachineProfile) -> None:
     facts = limit_vocabs(text)
     assert min(facts.bytes_per_token) == least
-    plan = plan_for(facts, machine, 5, True)
+    plan = plan_for(facts, machine, 5, "bert")
     written = project_yaml(Project("x", ["a.txt"], RecordFacts(), facts, machine, plan, "bert"))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     assert config.model.family == "bert"
@@ -48,7 +48,7 @@ def test_the_config_accepts_the_plan(text: TextProfile, least: int, pairs: str, 
 def test_the_head_costs_as_much_as_the_masked_tokens_need() -> None:
     """The planned seconds are the FLOPs of the family, which counts its head for 15% of the tokens."""
     text = limit_vocabs(TextProfile(2 * 10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}))
-    plan, entire = plan_for(text, H200, 8, masked=True), plan_for(text, H200, 8)
+    plan, entire = plan_for(text, H200, 8, "bert"), plan_for(text, H200, 8)
     assert plan.vocab > entire.vocab
     assert (plan.length, entire.length) == (128, 1024)
     shape = ShapeConfig(layers=plan.layers, width=plan.width, heads=plan.heads, positions=plan.length)
@@ -134,7 +134,7 @@ def test_the_parameters_that_are_named_are_all_of_the_model(machine: MachineProf
     masked = family == "bert"
     text = TextProfile(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
     text = limit_vocabs(text) if masked else text
-    plan = plan_for(text, machine, 5, masked)
+    plan = plan_for(text, machine, 5, family)
     written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, machine, plan, family))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     shape = open_family(family).shape_of(config.model, vocab=plan.vocab, eos_id=0, length=config.train.length)

@@ -75,8 +75,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     _warn_of_busy_machine(machine)
     if family == AUTO:
         family = auto_family(profile, machine, minutes or MAX_MINUTES[machine.device])
-    minutes = minutes or default_minutes(profile, machine, masked, family)
-    plan = plan_for(profile, machine, minutes, masked, family)
+    minutes = minutes or default_minutes(profile, machine, family)
+    plan = plan_for(profile, machine, minutes, family)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

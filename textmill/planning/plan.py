@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from textmill.engines import MANY_CORES, shortest_compiled_run
+from textmill.models import open_family
 from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS
 from textmill.training.auto_preset import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
 
@@ -181,13 +182,9 @@ class Plan:
         return family == "llama" and self.epochs < REPEATED_EPOCHS
 
 
-def plan_for(
-    text: TextProfile, machine: MachineProfile, minutes: float, masked: bool = False, family: str = "gpt2"
-) -> Plan:
-    """The settings for this text on this machine, so that the whole command takes about these minutes.
-
-    `masked`: of a model that predicts masked tokens.
-    """
+def plan_for(text: TextProfile, machine: MachineProfile, minutes: float, family: str = "gpt2") -> Plan:
+    """The settings for this text on this machine, so that the whole command takes about these minutes."""
+    masked = open_family(family).OBJECTIVE == "masked"
     training_seconds = max(5.0, 60 * minutes - _other_seconds(text, machine, minutes))
     predicted = MASKED if masked else 1.0
     eager = _Pace(0.0, _eager_speed(machine, family))
@@ -288,10 +285,10 @@ def _is_compiled(
     return machine.device == "cuda" and 60 * minutes >= shortest_compiled_run(machine.cores) and saves_time
 
 
-def default_minutes(text: TextProfile, machine: MachineProfile, masked: bool = False, family: str = "gpt2") -> float:
+def default_minutes(text: TextProfile, machine: MachineProfile, family: str = "gpt2") -> float:
     """Minutes until more training stops helping, at most 30 on a GPU and 5 on a CPU."""
     max_minutes = MAX_MINUTES[machine.device]
-    plan = plan_for(text, machine, max_minutes, masked, family)
+    plan = plan_for(text, machine, max_minutes, family)
     if not plan.ends_early:
         return max_minutes
     return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine, max_minutes)) / 60) / 10)
@@ -303,7 +300,7 @@ def auto_family(text: TextProfile, machine: MachineProfile, minutes: float) -> s
     A Llama needs fewer bits per byte in the same time. Only if it is not compiled on a GPU, where its steps take 1.6
     times as long as GPT-2's, and the time is too short to repeat the text, GPT-2 is better (bench/LOG.md).
     """
-    plan = plan_for(text, machine, minutes, family="llama")
+    plan = plan_for(text, machine, minutes, "llama")
     return "llama" if machine.device == "cpu" or plan.compiled or plan.epochs >= LLAMA_EPOCHS else "gpt2"
 
 
