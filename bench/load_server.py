@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import Snapshot, plan_files, write_checkpoint
 from textmill.config import TokenizerConfig
 from textmill.models import Shape, initial_weights, open_family
 from textmill.models.gpt2 import family as gpt2
@@ -71,7 +71,9 @@ def write_model(root: Path, shape: Shape, tokenizer: TextTokenizer) -> Path:
         **tokenizer.files(shape.positions),
     }
     files = {name: text.encode() for name, text in texts.items()}
-    write_checkpoint(root / "run", Snapshot(1, list(initial_weights(shape, 1)), [], {"step": 1}, files))
+    weights = list(initial_weights(shape, 1))
+    file_plans = plan_files("model", weights)[0], plan_files("optimizer", [])[0]
+    write_checkpoint(root / "run", Snapshot(1, weights, [], {"step": 1}, files, file_plans))
     (root / "model.yaml").write_text("folder: .\n", encoding="utf-8")
     return root / "model.yaml"
 

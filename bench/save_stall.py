@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoints.writing import Snapshot
+from textmill.checkpoints.writing import Snapshot, plan_files
 from textmill.config import ModelConfig, RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import initial_weights, open_family
@@ -45,7 +45,9 @@ def main(size: str = "nano", batch: int = 2, length: int = 64, save_every: int =
         saver = Saver(Path(folder), keep=1, keep_every=None)
         for number in range(1, SAVES + 1):
             started = time.perf_counter()
-            saver.save(Snapshot(number, list(engine.weights()), list(engine.optimizer_state()), {"step": number}, {}))
+            weight_plan, weights = plan_files("model", engine.weights())
+            state_plan, state = plan_files("optimizer", engine.optimizer_state())
+            saver.save(Snapshot(number, list(weights), list(state), {"step": number}, {}, (weight_plan, state_plan)))
             stalls.append(time.perf_counter() - started)
             during_save += [time_step(engine, tokens, 100 + step) for step in range(3)]
             saver.wait()
