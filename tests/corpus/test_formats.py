@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import random
 import tracemalloc
@@ -285,6 +286,21 @@ def test_parquet_damage_inside(tmp_path: Path) -> None:
     assert [one.id for one in found if isinstance(one, Document)] == [
         f"row {row}" for row in range(1000) if not 250 <= row < 500
     ]
+
+
+def test_parquet_with_a_column_that_is_too_short(tmp_path: Path) -> None:
+    """Some flipped bits of the footer make pyarrow read a column as shorter, without an error."""
+    path = tmp_path / "a.parquet"
+    numbers = pa.array([str(number) for number in range(50)])
+    pq.write_table(pa.table({"text": pa.array(["a"] * 50), "n": numbers, "meta": pa.nulls(50, pa.string())}), path)
+    whole = path.read_bytes()
+    for place, bit in itertools.product(range(len(whole) - 1, 4, -1), (1, 2, 4, 8, 16)):
+        data = whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :]
+        found = read_file(path, data, keep_fields=["n", "meta"])
+        reasons = [one.reason for one in found if isinstance(one, BadRecord)]
+        if reasons == ["damaged from here to row 50: a column has fewer rows"]:
+            return
+    pytest.fail("no flipped bit makes a column shorter")
 
 
 @pytest.mark.parametrize("kind", ["stream", "file"])

@@ -62,6 +62,8 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                 ):
                     yield from batch_records(batch, fields, next_row, file.schema_arrow.names)
                     next_row += batch.num_rows
+                if next_row < end_row:  # pyarrow ends where the shortest column does
+                    raise OSError("a column has fewer rows")
             except (pa.ArrowException, OSError) as error:
                 reason = f"damaged from here to row {end_row}: {first_line(error)}"
                 lost = group_metadata.total_byte_size * (end_row - next_row) // max(group_metadata.num_rows, 1)
