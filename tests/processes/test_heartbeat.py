@@ -40,12 +40,7 @@ def test_fault_on_one_rank_affects_no_other(root: Path) -> None:
     """All three ranks skip the update if one has a NaN gradient; a flipped bit is detected and its place reported."""
     run = root / "alone"
     arguments = rank_arguments(
-        root,
-        run,
-        "train.batch=6",
-        "train.save_every=1",
-        "train.checkpoints.keep=20",
-        "engine.timeout=300",
+        root, run, "train.batch=6", "train.save_every=1", "train.checkpoints.keep=20", "engine.timeout=300"
     )
     endings = run_ranks(arguments, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
     assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].output

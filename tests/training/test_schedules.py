@@ -63,12 +63,7 @@ def test_two_ends_of_the_decay_are_refused() -> None:
 
 def test_stable_decays_only_at_the_end() -> None:
     train = TrainConfig(
-        schedule="stable",
-        steps=110,
-        warmup=10,
-        decay_fraction=0.2,
-        learning_rate=1.0,
-        min_learning_rate=0.2,
+        schedule="stable", steps=110, warmup=10, decay_fraction=0.2, learning_rate=1.0, min_learning_rate=0.2
     )
     # The last 22 of 110 steps, whatever the warm-up.
     assert [lr_at(step, train) for step in (10, 50, 88, 99, 110)] == pytest.approx([1.0, 1.0, 1.0, 0.6, 0.2])
