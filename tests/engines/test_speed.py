@@ -18,10 +18,13 @@ from textmill.engines.speed import (
     Cluster,
     Layout,
     attention_seconds,
+    bubble_seconds,
     cluster_of,
     matmul_seconds,
     ring_seconds,
     step_time,
+    transfer_seconds,
+    waiting_in_pass,
     waiting_seconds,
 )
 from textmill.models import Shape, open_family
@@ -143,6 +146,60 @@ def test_communication_that_fits_beside_computing_is_not_waited_for() -> None:
     # If computing takes no time, each block is gathered twice and summed once.
     assert waiting_seconds(shape, every, H200, layout, 0.0, 0.0) == pytest.approx(rest + 3 * 12 * block)
     assert waiting_seconds(shape, every, H200, kept, 0.0, 0.0) == pytest.approx(rest + 2 * 12 * block)
+
+
+def blocks_alone(layers: int) -> Shape:
+    """A net with a small vocabulary, so that embedding and head hardly count."""
+    config = RunConfig.model_validate({"model": {"shape": {"layers": layers, "width": 1024, "heads": 16}}})
+    return open_family("gpt2").shape_of(config.model, vocab=64, eos_id=0, length=1024)
+
+
+def test_the_bubble_of_a_pipeline() -> None:
+    """Narayanan et al. 2021: with p stages, m micro-batches and v chunks, (p - 1) / (v m) of the time without it."""
+    assert bubble_seconds([0.25], 1) == 0
+    assert bubble_seconds([0.25] * 4, 1) / (8 * 0.25) == pytest.approx(3 / 8)
+    assert bubble_seconds([0.25] * 4, 2) / (8 * 0.25) == pytest.approx(3 / 16)
+    assert bubble_seconds([2.0, 2.0, 2.0, 1.0], 1) == 5.0, "a stage with fewer blocks is waited for less"
+
+
+@pytest.mark.parametrize(
+    ("layers", "schedule", "share"),
+    [
+        (8, "1f1b", (8 + 3) / 8 / 4),
+        (8, "gpipe", (8 + 3) / 8 / 4),
+        (8, "interleaved", (8 + 3 / 2) / 8 / 4),
+        (7, "1f1b", (2 * 8 + 5) / (7 * 8)),  # stages of 2, 2, 2 and 1 blocks
+    ],
+)
+def test_four_stages_take_a_quarter_of_the_time_and_their_bubble(layers: int, schedule: str, share: float) -> None:
+    """Eight micro-batches; links cost nothing."""
+    shape = blocks_alone(layers)
+    fast = replace(ROUND, link=1e18)
+    layout = Layout(Mesh(), 1024, 4, passes=8)
+    one = step_time(shape, fast, layout)
+    four = step_time(shape, fast, replace(layout, mesh=Mesh(pipeline=4, schedule=schedule)))
+    assert (four.total - four.optimizer) / (one.total - one.optimizer) == pytest.approx(share, rel=0.01)
+    part = 2 / layers
+    assert four.attention == pytest.approx(part * one.attention)
+    assert four.optimizer < one.optimizer / 3
+
+
+def test_stages_wait_for_the_residual_stream_of_each_micro_batch() -> None:
+    """4 x 1,024 tokens of 1,024 channels in bf16 over 80 GB/s or 7.5 GB/s: forward and backward, of each chunk."""
+    shape = blocks_alone(8)
+    layout = Layout(Mesh(pipeline=4), 1024, 4, passes=8)
+    link, network = 8_388_608 / 80e9, 8_388_608 / 7.5e9
+    assert transfer_seconds(shape, ROUND, replace(layout, mesh=Mesh())) == 0
+    assert transfer_seconds(shape, ROUND, layout) == pytest.approx(link, rel=0.05)
+    across = replace(layout, mesh=Mesh(replicate=4, pipeline=4))
+    assert transfer_seconds(shape, ROUND, across) == pytest.approx(network, rel=0.01), "stages of two machines"
+    divided = replace(layout, mesh=Mesh(tensor=4, sequence=True, pipeline=4))
+    assert transfer_seconds(shape, ROUND, divided) == pytest.approx(network / 4, rel=0.02)
+    every = shape.weights()
+    one = transfer_seconds(shape, ROUND, layout)
+    assert waiting_in_pass(shape, every, ROUND, layout, 1.0, 1.0) == pytest.approx(2 * one)
+    two_chunks = replace(layout, mesh=Mesh(pipeline=4, schedule="interleaved"))
+    assert waiting_in_pass(shape, every, ROUND, two_chunks, 1.0, 1.0) == pytest.approx(4 * one)
 
 
 def test_published_runs_have_a_source_each_and_the_log_has_the_table() -> None:

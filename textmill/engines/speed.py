@@ -12,6 +12,11 @@ same on other GPUs. GPT-2 of 124M on one H200, 64 x 1,024 tokens, compiled:
 
 Collectives are rings. FSDP gathers a block while the one before computes, gradients are summed while backward goes on,
 and tensor parallelism waits for each of its sums. What does not overlap is `waiting`.
+
+Of a pipeline the slowest stage counts, and it waits for its transfers and for the micro-batches with which the others
+begin and end. With s equal stages and m micro-batches that bubble is (s - 1) / m of the time, interleaved in v chunks
+(s - 1) / (v m) (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+2021, sections 2.2.1 and 2.2.2).
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from textmill.devices import GPUS
-from textmill.engines.meshes import Mesh
+from textmill.engines.meshes import Mesh, stages_of
 from textmill.models import Shape, Weight, open_family
 from textmill.models.bert.family import LABELLED
 
@@ -175,19 +180,46 @@ def step_time(
     block_forward = (forward + attention_forward + between_forward) / shape.layers
     block_backward = (again + gradients + again_attention + attention_backward) / shape.layers
     block_backward += (between - between_forward) / shape.layers
-    waiting = waiting_seconds(shape, every, cluster, layout, block_forward, block_backward)
-
     casts = PASS_BYTES * sum(weight.size for weight in blocks) / tensor / (MEMORY * cluster.memory)
     extra = extra_flops * layout.tokens / (MATMUL * cluster.best_matmul * cluster.flops)
-    scale = layout.passes * GAPS / (FP8 if layout.fp8 else 1.0)
+    gaps = GAPS / (FP8 if layout.fp8 else 1.0)
+
+    mesh = layout.mesh
+    on_stages = [
+        [weight for weight in every if stage in stages_of(mesh, shape.layers, weight)] for stage in range(mesh.pipeline)
+    ]
+    block = block_forward + block_backward + casts / shape.layers
+    passes = [
+        gaps * block * _layers_in(shape, here)
+        + waiting_in_pass(shape, here, cluster, layout, block_forward, block_backward)
+        for here in on_stages
+    ]
+    passes[-1] += gaps * (head + loss + extra)
+    slowest = passes.index(max(passes))
+    here = on_stages[slowest]
+    part = _layers_in(shape, here) / shape.layers
+    is_last = slowest == mesh.pipeline - 1
+    scale = layout.passes * gaps
+    waiting = waiting_seconds(shape, here, cluster, layout, block_forward, block_backward)
     return StepTime(
-        matmuls=scale * (forward + again + gradients + head + extra),
-        attention=scale * (attention_forward + again_attention + attention_backward),
-        between=scale * (between + casts),
-        loss=scale * loss,
-        optimizer=optimizer_seconds([weight for weight in every if weight.name in names], cluster, layout),
-        waiting=waiting,
+        matmuls=scale * (part * (forward + again + gradients) + is_last * (head + extra)),
+        attention=scale * part * (attention_forward + again_attention + attention_backward),
+        between=scale * part * (between + casts),
+        loss=scale * is_last * loss,
+        optimizer=optimizer_seconds([weight for weight in here if weight.name in names], cluster, layout),
+        waiting=waiting + bubble_seconds(passes, mesh.chunks),
     )
+
+
+def _layers_in(shape: Shape, weights: list[Weight]) -> int:
+    """How many blocks these weights belong to."""
+    return len({weight.depth for weight in weights if 1 <= weight.depth <= shape.layers})
+
+
+def bubble_seconds(passes: list[float], chunks: int) -> float:
+    """How long the slowest stage of a pipeline waits for others in a step: until the first micro-batch has passed those
+    before it, and at the end; given is the time of a micro-batch in each stage."""
+    return (sum(passes) - max(passes)) / chunks
 
 
 def _rank_sizes(weight: Weight, layout: Layout) -> tuple[int, int, int]:
@@ -273,38 +305,66 @@ def ring_seconds(cluster: Cluster, size: float, ranks: int, stride: int) -> floa
 def waiting_seconds(
     shape: Shape, every: list[Weight], cluster: Cluster, layout: Layout, block_forward: float, block_backward: float
 ) -> float:
-    """Communication that computing does not hide, of all passes of a step; seconds of a block in a pass are given."""
-    mesh, passes = layout.mesh, layout.passes
-    block = sum(weight.size for weight in every if 1 <= weight.depth <= shape.layers) / shape.layers / mesh.tensor
-    rest = sum(weight.size for weight in every if not 1 <= weight.depth <= shape.layers) / mesh.tensor
+    """Communication that computing does not hide, in a step of a rank with the weights `every`; seconds of a block in a
+    pass are given."""
+    mesh = layout.mesh
+    waiting = layout.passes * waiting_in_pass(shape, every, cluster, layout, block_forward, block_backward)
+    if mesh.replicate > 1:
+        layers = _layers_in(shape, every)
+        block_backward += 2 * tensor_sum_seconds(shape, cluster, layout)
+        stride = mesh.tensor * mesh.shard
+        size = layout.reduce_bytes * sum(weight.size for weight in every) / mesh.tensor / mesh.shard
+        reduce_all = 2 * ring_seconds(cluster, size, mesh.replicate, stride)
+        hidden = (layers - 1) * block_backward
+        if mesh.local:  # between two steps, where nothing is computed
+            waiting += reduce_all / mesh.local.every
+        else:
+            waiting += max(reduce_all - hidden, reduce_all / layers)
+    if layout.muon and mesh.shard * mesh.tensor > 1:  # gradients to the owners of matrices, and changes from them
+        matrices = sum(weight.size for weight in every if weight.muon)
+        waiting += 2 * ring_seconds(cluster, 4.0 * matrices, mesh.data_ranks * mesh.tensor, 1)
+    return waiting
+
+
+def waiting_in_pass(
+    shape: Shape, every: list[Weight], cluster: Cluster, layout: Layout, block_forward: float, block_backward: float
+) -> float:
+    """The part of it that each pass has: tensor parallelism, FSDP, and transfers to and from other stages."""
+    mesh = layout.mesh
+    layers = _layers_in(shape, every)
     waiting = 0.0
     if mesh.tensor > 1:
-        residual = 2.0 * layout.tokens * shape.width
-        sums = 4 * shape.layers + (2 * shape.layers if layout.recompute >= 1 else 0) + 2
-        one = 2 * ring_seconds(cluster, residual, mesh.tensor, 1)
-        waiting += passes * sums * one
+        ends = 2 if mesh.pipeline == 1 else 1
+        sums = 4 * layers + (2 * layers if layout.recompute >= 1 else 0) + ends
+        one = tensor_sum_seconds(shape, cluster, layout)
+        waiting += sums * one
         block_forward += 2 * one
         block_backward += 2 * one
     if mesh.shard > 1:
+        block = sum(weight.size for weight in every if 1 <= weight.depth <= shape.layers) / layers / mesh.tensor
+        rest = sum(weight.size for weight in every if not 1 <= weight.depth <= shape.layers) / mesh.tensor
         gather, reduce = (
             [ring_seconds(cluster, bytes_ * size, mesh.shard, mesh.tensor) for size in (block, rest)]
             for bytes_ in (layout.gather_bytes, layout.reduce_bytes)
         )
         again = 0.0 if mesh.keep_gathered else gather[0]
         backward = again + reduce[0]
-        late = (shape.layers - 1) * (max(0.0, gather[0] - block_forward) + max(0.0, backward - block_backward))
+        late = (layers - 1) * (max(0.0, gather[0] - block_forward) + max(0.0, backward - block_backward))
         # Nothing is beside the first gathers of forward and backward, and the last sums.
-        waiting += passes * (gather[1] + gather[0] + again + late + reduce[0] + reduce[1])
-    if mesh.replicate > 1:
-        stride = mesh.tensor * mesh.shard
-        size = layout.reduce_bytes * (shape.layers * block + rest) / mesh.shard
-        reduce_all = 2 * ring_seconds(cluster, size, mesh.replicate, stride)
-        hidden = (shape.layers - 1) * block_backward
-        if mesh.local:  # between two steps, where nothing is computed
-            waiting += reduce_all / mesh.local.every
-        else:
-            waiting += max(reduce_all - hidden, reduce_all / shape.layers)
-    if layout.muon and mesh.shard * mesh.tensor > 1:  # gradients to the owners of matrices, and changes from them
-        matrices = sum(weight.size for weight in every if weight.muon)
-        waiting += 2 * ring_seconds(cluster, 4.0 * matrices, mesh.data_ranks * mesh.tensor, 1)
-    return waiting
+        waiting += gather[1] + gather[0] + again + late + reduce[0] + reduce[1]
+    return waiting + 2 * mesh.chunks * transfer_seconds(shape, cluster, layout)
+
+
+def tensor_sum_seconds(shape: Shape, cluster: Cluster, layout: Layout) -> float:
+    """An all-reduce of the residual stream between tensor-parallel ranks, or the two collectives that replace it."""
+    return 2 * ring_seconds(cluster, 2.0 * layout.tokens * shape.width, layout.mesh.tensor, 1)
+
+
+def transfer_seconds(shape: Shape, cluster: Cluster, layout: Layout) -> float:
+    """The residual stream of a micro-batch from one stage to the next, over the network if any two stages need it."""
+    mesh = layout.mesh
+    if mesh.pipeline == 1:
+        return 0.0
+    size = 2.0 * layout.tokens * shape.width / (mesh.tensor if mesh.sequence else 1)
+    rate = LINK * cluster.link if mesh.world <= cluster.per_node else NETWORK * cluster.network
+    return size / rate + HOP_SECONDS
