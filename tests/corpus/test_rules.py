@@ -92,6 +92,16 @@ NASTY = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_f
             "[ip]:80, [ip]. 192.168.1.20 127.0.0.1 1.2.3.4 v10.11.12.13 "
             "8.0.382.0 10.2.3.4.5 300.1.1.1 224.0.0.1 sürüm 11.1.3.14 12:30:45 std::vector 2001:db8::1",
         ),
+        # Words that end like a word for "version" are none; in Korean, Chinese and German such a word is a part.
+        (
+            "ips",
+            "Server 93.184.216.34, driver: 93.184.216.34, prev. 93.184.216.34, Kiev 93.184.216.34, subsection "
+            "93.184.216.34, Hyper-V 93.184.216.34; ver. 10.11.12.13, rev 99.1.2.34, Softwareversion 93.1.2.34, "
+            "软件版本93.1.2.34",
+            "Server [ip], driver: [ip], prev. [ip], Kiev [ip], subsection "
+            "[ip], Hyper-V [ip]; ver. 10.11.12.13, rev 99.1.2.34, Softwareversion 93.1.2.34, 软件版本93.1.2.34",
+        ),
+        ("ips", "8.8.8.8, section 4.2.2.1", "8.8.8.8, section 4.2.2.1"),  # sections are far more frequent
         (
             "phones",
             "2020-01-02, 3.14159265, 192.168.100.100, 1,000,000,000, 1914-1918",

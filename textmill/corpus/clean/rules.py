@@ -196,7 +196,8 @@ def only_korean(text: str) -> str:
 _DIGITS = re.compile(r"\d")
 _IPV4 = re.compile(r"(?<![\w.,-])(?:\d{1,3}\.){3}\d{1,3}(?![\w-]|[.,]\w)", re.ASCII)
 _VERSION = re.compile(
-    r"(?:v|ver|versions?|version[esn]*|release|rev|section|§|clause|sürüm\w*|버전|版本)[.:]? ?\Z", re.IGNORECASE
+    r"(?:(?<![\w-])(?:v|ver|rev|release|section|clause)|versions?|version[esn]*|§|sürüm\w*|버전|版本)[.:]? ?\Z",
+    re.IGNORECASE,
 )
 _IPV6 = re.compile(r"(?<![\w:.-])[23][0-9a-f]{3}(?::[0-9a-f]{0,4}){2,7}(?![\w:/]|\.\w)", re.ASCII | re.IGNORECASE)
 _IBAN = re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]){11,30}", re.ASCII)
@@ -246,7 +247,7 @@ def _mask_ipv4(found: re.Match[str]) -> str:
     is_number = (
         address.endswith(".0")
         or max(map(int, address.split("."))) < 10
-        or _VERSION.search(found.string[: found.start()][-12:])
+        or _VERSION.search(found.string[max(0, found.start() - 16) : found.start()])
     )
     return address if is_number or not _is_public(address) else "[ip]"
 
