@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.damage import damage_document
 from tests.support.records import read_file, texts_of
+from textmill.cli import main
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
@@ -232,7 +233,7 @@ def scanned_pdf() -> bytes:
     return stream.getvalue()
 
 
-def test_files_without_text_are_named(tmp_path: Path) -> None:
+def test_files_without_text_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line for each damaged, encrypted or scanned file, and everything else is kept."""
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -266,6 +267,22 @@ def test_files_without_text_are_named(tmp_path: Path) -> None:
     for row in rows:
         assert files[Path(row["file"]).name][1] in row["reason"], row
     assert sorted(Path(one.source).name for one in open_corpus(folder)) == ["mill.docx", "mill.epub", "mill.pdf"]
+    assert f"prepare: 1 scan without a text layer: {texts / 'scan.pdf'}; recognise the text" in capsys.readouterr().out
+
+
+def test_new_and_prepare_count_scans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(7):
+        (texts / f"{number}.pdf").write_bytes(scanned_pdf())
+    seven = f"7 scans without a text layer: {', '.join(str(texts / f'{one}.pdf') for one in range(5))} and 2 more"
+    assert main(["new", str(tmp_path / "mine"), "--text", str(texts), "--minutes", "1"]) == 2
+    assert f"found 7 unreadable records, {seven}" in capsys.readouterr().err
+    (texts / "notes.txt").write_text("\n".join(f"The mill turns {n} times. " * 20 for n in range(400)))
+    assert main(["new", str(tmp_path / "mine"), "--text", str(texts), "--minutes", "1"]) == 0
+    assert seven in capsys.readouterr().err
+    assert main(["prepare", str(tmp_path / "mine"), "corpus.max_unreadable=0"]) == 2
+    assert f"prepare: {seven}" in capsys.readouterr().out
 
 
 def zip_of(members: dict[str, bytes]) -> bytes:

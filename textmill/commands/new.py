@@ -169,7 +169,9 @@ def _warn_of_busy_machine(machine: MachineProfile) -> None:
 
 
 def _warn_of_text(profile: TextProfile, encoding: str, path: Path) -> None:
-    """Warn of a guessed encoding, and of too few documents."""
+    """Warn of a guessed encoding, of scans, and of too few documents."""
+    if profile.scans:
+        warn(f"{profile.scans}; they give no text")
     if encoding != "auto":
         warn(f"files that are not UTF-8 look like {encoding}; if that is wrong, change corpus.encoding in {path}")
     if profile.different_documents < FEW_DOCUMENTS:

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from textmill.config import CorpusConfig, NamedSource
+from textmill.corpus.accounts import format_count
 from textmill.corpus.archives import find_members, member_state
 from textmill.corpus.document import Document, SectionLimits, cut_into_sections, limits_of
 from textmill.corpus.document_files import describe_unread_documents, format_from_content, read_document
@@ -69,7 +70,7 @@ PART_FORMATS = ("text", "jsonl", "csv", "arrow", "wiki", "mediawiki", "warc", "m
 BAR_FILES = 256
 """Files found between two updates of the progress bar."""
 SHOWN_SKIPPED = 5
-"""Skipped files that are named for each reason."""
+"""Skipped files that are named for each reason, and scans."""
 PATHS_OF_YAML = " (in a YAML file, paths are relative to that file)"
 """Ends an error about an absolute path, which may have been a relative one in a config of a project that was moved."""
 
@@ -322,11 +323,19 @@ def describe_skipped(skipped: Sequence[str]) -> list[str]:
         by_reason.setdefault(_skip_reason(path), []).append(path)
     lines = []
     for reason, paths in sorted(by_reason.items()):
-        first = ", ".join(map(format_path, map(Path, paths[:SHOWN_SKIPPED])))
-        more = f" and {len(paths) - SHOWN_SKIPPED:,} more" if len(paths) > SHOWN_SKIPPED else ""
         files = "1 file has" if len(paths) == 1 else f"{len(paths):,} files have"
-        lines.append(f"{files} {reason} and will be skipped: {first}{more}")
+        lines.append(f"{files} {reason} and will be skipped: {_name_first(paths)}")
     return lines
+
+
+def describe_scans(scans: Sequence[str]) -> str:
+    """The number of scanned documents, and the first of them."""
+    return f"{format_count(len(scans), 'scan')} without a text layer: {_name_first(scans)}; recognise the text (OCR)"
+
+
+def _name_first(paths: Sequence[str]) -> str:
+    first = ", ".join(map(format_path, map(Path, paths[:SHOWN_SKIPPED])))
+    return first + (f" and {len(paths) - SHOWN_SKIPPED:,} more" if len(paths) > SHOWN_SKIPPED else "")
 
 
 def _skip_reason(path: str) -> str:

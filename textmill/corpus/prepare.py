@@ -56,6 +56,7 @@ from textmill.corpus.dropped import FILTERED_SCHEMA, write_dropped
 from textmill.corpus.encodings import advise_encodings, is_garbled
 from textmill.corpus.find_sources import (
     SourceState,
+    describe_scans,
     describe_skipped,
     find_sources,
     group_chunks,
@@ -170,6 +171,8 @@ def _build(
 
     read_counts = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
     quarantine = write_bytes(folder / QUARANTINE, map(_quarantine_line, _read_bad_records(tasks)))
+    if scans := [bad.source for bad in _read_bad_records(tasks) if bad.is_scan]:
+        print(f"prepare: {describe_scans(scans)}")
     _check_quarantine(config.max_unreadable, folder / QUARANTINE, tasks, read_counts)
 
     names = (source.name for source in inputs.sources)

@@ -28,6 +28,8 @@ RAW_BYTES = 1000
 NOT_UTF8 = "not UTF-8"
 ENCODING_HINT = "; it looks like"
 """In the reason of a record that is not UTF-8, and before a guess at its encoding."""
+NO_TEXT_LAYER = "no text layer"
+"""Begins the reason of a scanned document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class BadRecord:
 
     def __str__(self) -> str:
         return f"{format_place(self.source, self.place)}: {self.reason}"
+
+    @property
+    def is_scan(self) -> bool:
+        """True for a scanned document."""
+        return self.reason.startswith(NO_TEXT_LAYER)
 
 
 def format_place(source: str, place: str) -> str:

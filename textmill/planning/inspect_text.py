@@ -19,7 +19,7 @@ from textmill.config import CorpusConfig, TokenizerConfig
 from textmill.corpus.accounts import format_count
 from textmill.corpus.dedup.minhash import band_hashes, choose_bands, jaccard, shingle, shingle_set
 from textmill.corpus.dedup.near_duplicates import SHINGLE_SIZE
-from textmill.corpus.find_sources import group_chunks, read_records, source_state, split_into_chunks
+from textmill.corpus.find_sources import describe_scans, group_chunks, read_records, source_state, split_into_chunks
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import BINARY_DOCUMENTS, Source, SourceChunk
 from textmill.corpus.streams import decompress, open_raw
@@ -77,6 +77,7 @@ class _Sample:
     documents: int = 0
     bad_records: int = 0
     first_bad_record: str = ""
+    scans: list[str] = field(default_factory=list)
     pieces: int = 0
     beginnings: list[str] = field(default_factory=list)
     """Of all different documents."""
@@ -114,12 +115,12 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
     if not sample.texts:
         found = "no text"
         if sample.bad_records:
-            found = f"{format_count(sample.bad_records, 'unreadable record')}, the first: {sample.first_bad_record}"
+            found = f"{format_count(sample.bad_records, 'unreadable record')}, {_describe_bad_records(sample)}"
         raise TextmillError(f"{sources[0].name}: found {found}; name files with text, or see textmill prepare --help")
     if sample.bad_records > corpus.max_unreadable * sample.documents:
         found = f"{sample.bad_records:,} of {sample.bad_records + sample.documents:,} records"
         raise TextmillError(
-            f"{found} of a sample cannot be read, so that prepare would stop; the first: {sample.first_bad_record}; "
+            f"{found} of a sample cannot be read, so that prepare would stop; {_describe_bad_records(sample)}; "
             "leave such files out, or correct them"
         )
     scale = total / read_bytes if read_bytes else 1.0
@@ -133,7 +134,13 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
         typical_document_bytes=sample.squared_bytes / max(1, sample.bytes),
         split_by=_find_group_field(sample) or "document",
         near_duplicates=0.0 if corpus.chat else _near_duplicates(sample.beginnings, corpus),
+        scans=describe_scans(sample.scans) if sample.scans else "",
     )
+
+
+def _describe_bad_records(sample: _Sample) -> str:
+    all_scans = len(sample.scans) == sample.bad_records
+    return describe_scans(sample.scans) if all_scans else f"the first: {sample.first_bad_record}"
 
 
 def _find_group_field(sample: _Sample) -> str | None:
@@ -195,6 +202,7 @@ def _texts(chunk: SourceChunk, corpus: CorpusConfig, sample: _Sample) -> Iterato
         if isinstance(record, BadRecord):
             sample.bad_records += 1
             sample.first_bad_record = sample.first_bad_record or str(record)
+            sample.scans += [record.source] if record.is_scan else []
         elif record.turns is not None:
             yield "\n".join(text for _, text in record.turns)
         elif record.text:

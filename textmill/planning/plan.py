@@ -100,6 +100,8 @@ class TextProfile:
     have the same value of a field such as author."""
     near_duplicates: float = 0.0
     """The fraction of the sample's bytes in documents that nearly repeat an earlier one."""
+    scans: str = ""
+    """The scanned documents of the sample, if it has any: their number and first names."""
 
     @property
     def held_out_percent(self) -> int:

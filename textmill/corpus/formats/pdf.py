@@ -12,7 +12,7 @@ from typing import Any
 
 from textmill.corpus import records
 from textmill.corpus.document import READ_BYTES
-from textmill.corpus.records import UnreadableRecord
+from textmill.corpus.records import NO_TEXT_LAYER, UnreadableRecord
 
 SCAN_CHARACTERS = 8
 """A file with fewer characters for each page has no text layer; a scan may have a stamp or page numbers."""
@@ -59,7 +59,8 @@ def _read_pages(document: Any) -> str:
         if size > records.MAX_RECORD_BYTES:
             raise UnreadableRecord(f"it has more than the maximum of {records.MAX_RECORD_BYTES:,} characters")
     if size < SCAN_CHARACTERS * len(pages) or not pages:
-        raise UnreadableRecord(f"no text layer on its {len(pages):,} pages: a scan; recognise its text (OCR) first")
+        where = "page" if len(pages) == 1 else f"{len(pages):,} pages"
+        raise UnreadableRecord(f"{NO_TEXT_LAYER} on its {where}: a scan; recognise its text (OCR) first")
     return "\n\n".join(filter(None, pages))
 
 
