@@ -318,14 +318,19 @@ def is_dangling(path: str) -> bool:
 
 def describe_skipped(skipped: Sequence[str]) -> list[str]:
     """For each reason why files were not read, a line with their number and the first of them."""
-    by_reason: dict[str, list[str]] = {}
-    for path in skipped:
-        by_reason.setdefault(_skip_reason(path), []).append(path)
     lines = []
-    for reason, paths in sorted(by_reason.items()):
+    for reason, paths in group_skipped(skipped).items():
         files = "1 file has" if len(paths) == 1 else f"{len(paths):,} files have"
         lines.append(f"{files} {reason} and will be skipped: {_name_first(paths)}")
     return lines
+
+
+def group_skipped(skipped: Sequence[str]) -> dict[str, list[str]]:
+    """The files that were not read, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for path in skipped:
+        by_reason.setdefault(_skip_reason(path), []).append(path)
+    return dict(sorted(by_reason.items()))
 
 
 def describe_scans(scans: Sequence[str]) -> str:

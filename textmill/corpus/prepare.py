@@ -60,6 +60,7 @@ from textmill.corpus.find_sources import (
     describe_skipped,
     find_sources,
     group_chunks,
+    group_skipped,
     portable_names,
     read_records,
     reading_order,
@@ -251,13 +252,13 @@ def _split_inputs(sources: Sequence[Source], sizes: Sequence[int], config: Corpu
 
 
 def _account_of_files(inputs: Inputs, source_splits: SourceSplits, skipped: list[str]) -> Counts:
-    """The files that were not read, and those that belong to a split."""
+    """The files that were not read, by reason, and those that belong to a split."""
     splits: dict[str, dict[str, None]] = {}
     for source, account in zip(inputs.sources, inputs.accounts, strict=True):
         if split := source_splits.names.get(source.name):
             splits.setdefault(account, {})[split] = None
     return {
-        "skipped_files": skipped,
+        "skipped_files": group_skipped(skipped),
         "source_splits": {account: ", ".join(found) for account, found in splits.items()},
         "split_files": dict(Counter(source_splits.names.values())),
     }
