@@ -14,6 +14,8 @@ from textmill.config import RunConfig
 from textmill.config.load import build_config, resolve_paths
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
+from textmill.reports.page import build_page
+from textmill.reports.run_files import read_run
 from textmill.tokens.batches.loader import open_batches, valid_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
@@ -100,6 +102,10 @@ def test_few_valid_batches_are_of_all_sources(project: Path) -> None:
     metrics = [json.loads(line) for line in (project / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
     found = {name for line in metrics for name in line if name.startswith("valid_loss_")}
     assert found == {f"valid_loss_{name}" for name in SIZES}
+    page = build_page([read_run(project / "out" / "run")])
+    stored = json.loads((project / "out" / "tokens" / "manifest.json").read_text())["sources"]
+    assert all(f'["{name}, train", "{stored[name]["train"]["documents"]:,}"' in page for name in SIZES)
+    assert all(f'"{stored[name]["train"]["tokens"]:,}"' in page for name in SIZES)
 
 
 def test_without_weights_the_tokens_are_one_store(project: Path) -> None:

@@ -29,6 +29,7 @@ MAX_NOTES = 400
 MAX_SAMPLES = 200
 FINGERPRINTS = ("tokens", "tokenizer")
 """Inputs that the run recorded by checksum."""
+SOURCE_COUNTS = ("documents", "tokens", "bytes")
 HERE = Path(__file__).parent
 PLACEHOLDER = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 
@@ -121,6 +122,11 @@ def _sections(run: RunFiles) -> list[dict[str, Any]]:
     ]
     checkpoints = [[step, run.valid_losses.get(step)] for step in run.checkpoints]
     changes = [list(change) for change in run.changes]
+    sources = [
+        [f"{name}, {split}", *(f"{counts[key]:,}" for key in SOURCE_COUNTS)]
+        for name, splits in run.tokens_by_source.items()
+        for split, counts in splits.items()
+    ]
     data = [[key, format_value(value)] for key, value in flatten(shorten_account(run.account)).items()]
     fingerprints = [[key, run.progress.get("made_from", {}).get(key)] for key in FINGERPRINTS]
     settings = [[key, format_value(value)] for key, value in run.settings.items()]
@@ -134,6 +140,7 @@ def _sections(run: RunFiles) -> list[dict[str, Any]]:
         {"title": "Samples of fixed prompts", "open": True, "texts": samples},
         {"title": "Checkpoints", "rows": checkpoints, "head": ["step", "valid loss"]},
         {"title": "Changes in mid-run", "rows": changes, "head": ["after step", "what"]},
+        {"title": "Tokens by source", "rows": sources, "head": ["source", *SOURCE_COUNTS]},
         {"title": "Data", "rows": data},
         {"title": "Fingerprints", "rows": fingerprints},
         {"title": "Settings", "rows": settings},

@@ -17,7 +17,7 @@ from textmill.errors import TextmillError
 from textmill.models import read_shape
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import format_path, read_json
-from textmill.storage.stages import PROJECT_YAML, RUN_YAML
+from textmill.storage.stages import MANIFEST, PROJECT_YAML, RUN_YAML, open_manifest
 from textmill.storage.tensor_files import count_model
 from textmill.tokens.batches.blend import BatchSizes, sizes_of
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, read_metrics, read_notes
@@ -177,6 +177,12 @@ class RunFiles:
         """What prepare counted, if the corpus is still next to the run."""
         path = Path(str(self.settings.get("corpus.folder") or self.folder.parent / STAGE_FOLDERS["corpus"]))
         return dict(read_json(path / "account.json")) if (path / "account.json").is_file() else {}
+
+    @cached_property
+    def tokens_by_source(self) -> dict[str, dict[str, dict[str, int]]]:
+        """By the names of `corpus.sources` what each split has of them, if the store is still next to the run."""
+        path = Path(str(self.settings.get("tokens.folder") or self.folder.parent / STAGE_FOLDERS["tokens"]))
+        return dict(open_manifest(path).get("sources", {})) if (path / MANIFEST).is_file() else {}
 
     @property
     def stopped(self) -> dict[str, Any]:
