@@ -17,9 +17,9 @@ from textmill.corpus.shards import open_corpus
 from textmill.errors import TextmillError
 
 
-def prepared(folder: Path, sources: str, **corpus: Any) -> dict[tuple[str, str], str]:
+def prepared(folder: Path, *sources: Any, **corpus: Any) -> dict[tuple[str, str], str]:
     """The split of each document, by its file and place."""
-    settings = {"folder": str(folder / "corpus"), "sources": [sources], "split": [8, 1, 1], **corpus}
+    settings = {"folder": str(folder / "corpus"), "sources": list(sources), "split": [8, 1, 1], **corpus}
     made = prepare(RunConfig.model_validate({"corpus": settings, "runner": {"workers": 1}}))
     return {(Path(row.source).name, row.id): split for split in SPLITS for row in open_corpus(made, split)}
 
@@ -105,6 +105,24 @@ def test_files_and_values_stay_together(tmp_path: Path) -> None:
     assert set.union(*by_author.values()) == set(SPLITS)
 
 
+def test_sources_stay_together(tmp_path: Path) -> None:
+    """Each has two files; a source without a name is a file of its own."""
+    entries: list[Any] = []
+    for number in range(30):
+        for part in range(2):
+            lines = "".join(f"site {number} line {line} of {part}\n" for line in range(5))
+            (tmp_path / f"{number}-{part}.txt").write_text(lines)
+        entries.append({"name": f"site{number}", "path": str(tmp_path / f"{number}-*.txt")})
+    (tmp_path / "rest.txt").write_text("".join(f"another line {line}\n" for line in range(5)))
+    found = prepared(tmp_path, *entries, str(tmp_path / "rest.txt"), documents="line", split_by="source")
+    by_source: dict[str, set[str]] = {}
+    for (name, _), split in found.items():
+        by_source.setdefault(name.partition("-")[0], set()).add(split)
+    assert len(by_source) == 31
+    assert all(len(splits) == 1 for splits in by_source.values())
+    assert set.union(*by_source.values()) == set(SPLITS)
+
+
 def test_few_files_leave_no_split_empty(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(5):
@@ -118,7 +136,11 @@ def test_few_files_leave_no_split_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [("field:author", "add it to corpus.keep_fields"), ("author", "give document, file, position or field:NAME")],
+    [
+        ("field:author", "add it to corpus.keep_fields"),
+        ("author", "give document, file, source, position or field:NAME"),
+        ("source", "entries of corpus.sources with names"),
+    ],
 )
 def test_mistakes(setting: str, message: str) -> None:
     with pytest.raises(TextmillError, match=message):

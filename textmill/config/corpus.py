@@ -229,8 +229,9 @@ class CorpusConfig(Section):
     """Ratio of train, valid and test, such as `90,5,5` or `949,50,1`; `corpus.split_by` says how it is decided."""
     split_by: str = "document"
     """What is kept together. document: nothing, a hash of each document decides; file: all documents of a file, a hash
-    of its name decides; field:NAME: those with the same value of a field, which `corpus.keep_fields` must name;
-    position: the middle of a long text that is cut into sections is valid and test, with a gap on both sides."""
+    of its name decides; source: those of a name of `corpus.sources`; field:NAME: those with the same value of a field,
+    which `corpus.keep_fields` must name; position: the middle of a long text that is cut into sections is valid and
+    test, with a gap on both sides."""
     source_splits: dict[str, Literal["train", "valid", "test"]] = {}
     """Sources that belong to one split entirely: a file, folder or pattern as in `corpus.sources`, and train, valid or
     test."""
@@ -364,10 +365,12 @@ class CorpusConfig(Section):
         if kind == "field" and name:
             if name not in self.keep_fields:
                 raise TextmillError(f"corpus.split_by: the field '{name}' is not read; add it to corpus.keep_fields")
-        elif self.split_by not in ("document", "file", "position"):
+        elif self.split_by not in ("document", "file", "source", "position"):
             raise TextmillError(
-                f"corpus.split_by: found '{self.split_by}'; give document, file, position or field:NAME"
+                f"corpus.split_by: found '{self.split_by}'; give document, file, source, position or field:NAME"
             )
+        if self.split_by == "source" and not self.named_sources:
+            raise TextmillError("corpus.split_by: source needs entries of corpus.sources with names; add them")
         if self.labels and self.split_by != "document":
             raise TextmillError("corpus.split_by: examples with labels are split by document; remove it")
         return self

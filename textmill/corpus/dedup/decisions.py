@@ -90,8 +90,8 @@ def _assign_splits(
     tasks: Sequence[ChunkTask], ratios: Mapping[str, tuple[float, ...]], split_by: str, digests: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """The split of each cleaned document, by the ratios of its source, and which documents are in a gap."""
-    if split_by == "file":
-        digests = np.concatenate([_file_digests(task) for task in tasks])
+    if split_by in ("file", "source"):
+        digests = np.concatenate([_source_digests(task, split_by) for task in tasks])
     elif split_by.startswith("field:"):
         digests = np.concatenate([np.fromfile(task.path("fields"), np.uint8) for task in tasks])
         digests = digests.reshape(-1, DIGEST_BYTES)
@@ -112,9 +112,11 @@ def _assign_splits(
     return splits, is_gap
 
 
-def _file_digests(task: ChunkTask) -> NDArray[np.uint8]:
-    """For each cleaned document of a chunk the hash of its file."""
-    names = np.frombuffer(b"".join(map(file_digest, task.source_names)), np.uint8).reshape(-1, DIGEST_BYTES)
+def _source_digests(task: ChunkTask, split_by: str) -> NDArray[np.uint8]:
+    """For each cleaned document of a chunk the hash of its file, or of the name of its source if it has one."""
+    groups = [chunk.source.group if split_by == "source" else "" for chunk in task.chunks]
+    digests = [file_digest(group or name) for group, name in zip(groups, task.source_names, strict=True)]
+    names = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
     return np.repeat(names, task.read_rows(), axis=0)
 
 
