@@ -126,6 +126,7 @@ def test_the_fastest_settings_fit_and_are_sorted(planned: Any) -> None:
     assert again["tokens_per_second"] == pytest.approx(one["tokens_per_second"])
     fast = planned([*base, "plan.network_gbit_s=1600", *(f"{key}={value}" for key, value in one["settings"].items())])
     assert fast["tokens_per_second"] > 1.1 * one["tokens_per_second"], "10 Gbit/s are a limit"
+    assert one["settings"]["engine.mesh.pipeline"] == 2, "a pipeline sends least"
 
 
 def test_a_limit_of_epochs_shortens_the_plan(planned: Any) -> None:

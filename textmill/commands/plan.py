@@ -598,6 +598,8 @@ WANTED = 3
 """How many settings are offered."""
 MORE_DEVICES = (1, 2, 4, 8, 16)
 """Times the devices."""
+STAGES = (1, 2, 4, 8, 16)
+"""Of a pipeline."""
 OFFLOADED = {"engine.kind": "deepspeed", "engine.zero": 3, "engine.offload_optimizer": "cpu"}
 
 
@@ -616,7 +618,8 @@ class Option:
             found = estimator.estimate(self.engine, self.devices, target.device, exact=exact)
         except TextmillError:
             return None
-        return found if found.memory.total <= target.usable else None
+        refused = found.mesh.pipeline > 1 and found.precision == "fp16"  # by `auto` too, on an old GPU
+        return found if found.memory.total <= target.usable and not refused else None
 
 
 def nearest_fitting(engine: EngineConfig, estimator: Estimator, target: Target) -> list[dict[str, Any]]:
@@ -660,7 +663,7 @@ def _options(own: EngineConfig, train: TrainConfig, own_devices: int, micro_batc
         for mesh in _meshes(own, own_devices * times):
             settings = {key: value for key, value in _mesh_settings(mesh).items() if value != _value(own, key)}
             further = sum(1.0 + 0.2 * abs(math.log2(value / _value(own, key))) for key, value in settings.items())
-            further += 0.5 * ("engine.mesh.tensor" in settings)
+            further += 0.5 * len({"engine.mesh.tensor", "engine.mesh.pipeline"} & settings.keys())
             update = values | ({"mesh": mesh} if mesh else {})
             engine = own.model_copy(update=update)
             yield Option({**changed, **settings}, own_devices * times, engine, distance + further)
@@ -671,19 +674,22 @@ def _options(own: EngineConfig, train: TrainConfig, own_devices: int, micro_batc
 
 
 def _meshes(own: EngineConfig, devices: int) -> Iterator[MeshConfig | None]:
-    """Meshes of the torch engine: powers of two, and the number of devices itself, as shards and tensor-parallel ranks;
-    other engines keep their own."""
+    """Meshes of the torch engine: powers of two, and the number of devices itself, as shards, tensor-parallel ranks and
+    stages; other engines keep their own. FSDP would gather the blocks of a stage for each micro-batch, so the two are
+    combined only if the user's own mesh has both."""
     if not isinstance(own, TorchEngine):
         yield None
         return
     sizes = sorted({devices, *(1 << power for power in range(devices.bit_length()))})
-    for tensor, shard in product((1, 2, 4, 8), sizes):
-        if devices % (shard * tensor) == 0:
-            yield own.mesh.model_copy(update={"replicate": None, "shard": shard, "tensor": tensor})
+    for pipeline, tensor, shard in product(STAGES, (1, 2, 4, 8), sizes):
+        combines = shard == 1 or pipeline in (1, own.mesh.pipeline)
+        if combines and devices % (shard * tensor * pipeline) == 0:
+            sizes_of = {"replicate": None, "shard": shard, "tensor": tensor, "pipeline": pipeline}
+            yield own.mesh.model_copy(update=sizes_of)
 
 
 def _mesh_settings(mesh: MeshConfig | None) -> dict[str, int]:
-    return {"engine.mesh.shard": mesh.shard, "engine.mesh.tensor": mesh.tensor} if mesh else {}
+    return {f"engine.mesh.{axis}": getattr(mesh, axis) for axis in ("shard", "tensor", "pipeline")} if mesh else {}
 
 
 def _value(engine: EngineConfig, key: str) -> int:
@@ -709,21 +715,21 @@ def fastest_fitting(own: EngineConfig, estimator: Estimator, target: Target) -> 
         )
     found: list[tuple[float, Option]] = []
     batch = estimator.train.batch
-    for mesh, keep, checkpointing in product(_meshes(own, target.devices), (False, True), (0, 1)):
-        if mesh is None or (keep and mesh.shard == 1):
-            continue
-        mesh = mesh.model_copy(update={"keep_gathered": keep})
+    for mesh, checkpointing in product(_variants(own, target.devices), (0, 1)):
         rates = []
-        for micro in _doublings(batch // (target.devices // mesh.tensor)):
+        for micro in _doublings(batch // (target.devices // (mesh.tensor * mesh.pipeline))):
             engine = own.model_copy(
                 update={"mesh": mesh, "micro_batch": micro, "activation_checkpointing": checkpointing}
             )
-            settings = {  # all that the search chooses, so that none of the user's own stays
+            settings: dict[str, Any] = {  # all that the search chooses, so that none of the user's own stays
                 **_mesh_settings(mesh),
-                **({"engine.mesh.keep_gathered": keep} if mesh.shard > 1 else {}),
+                **({"engine.mesh.keep_gathered": mesh.keep_gathered} if mesh.shard > 1 else {}),
+                **({"engine.mesh.schedule": mesh.schedule} if mesh.pipeline > 1 else {}),
                 "engine.micro_batch": micro,
                 "engine.activation_checkpointing": checkpointing,
             }
+            if mesh.pipeline == own.mesh.pipeline == 1:
+                del settings["engine.mesh.pipeline"]
             option = Option(settings, target.devices, engine)
             if (estimate := option.estimate(estimator, target, exact=False)) is None:
                 break
@@ -743,6 +749,16 @@ def fastest_fitting(own: EngineConfig, estimator: Estimator, target: Target) -> 
         if len(fastest) == WANTED:
             break
     return fastest
+
+
+def _variants(own: TorchEngine, devices: int) -> Iterator[MeshConfig]:
+    """All meshes, with and without weights that stay gathered, and with both schedules of a pipeline that differ in
+    speed."""
+    for mesh in _meshes(own, devices):
+        assert mesh is not None
+        for keep in (False, True) if mesh.shard > 1 else (False,):
+            for schedule in ("1f1b", "interleaved") if mesh.pipeline > 1 else ("1f1b",):
+                yield mesh.model_copy(update={"keep_gathered": keep, "schedule": schedule})
 
 
 def _doublings(most: int) -> list[int]:

@@ -26,7 +26,7 @@ from textmill.devices import autocast
 from textmill.engines.deepspeed_config import fill_unset
 from textmill.engines.distillation import teacher_bytes
 from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
-from textmill.engines.meshes import Mesh, check_batch, mesh_of, mesh_of_devices
+from textmill.engines.meshes import Mesh, check_batch, mesh_of, mesh_of_devices, stage_blocks
 from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, state_names, trained_of
 from textmill.engines.parallel_torch import BUCKET_BYTES, Parallel
 from textmill.models import Shape, Weight
@@ -130,12 +130,14 @@ class Estimator:
         key = (engine.kind, getattr(engine, "zero", None), mesh, itemsize, exact)
         if key not in self._states:
             shape: Any = self.shape
-            if exact or shape.layers < 4 or self.lora or mesh.pipeline > 1:
+            if exact or shape.layers < 4 or self.lora:
                 state = self._count(engine, shape, mesh, itemsize)
-            else:
-                two_blocks = self._count(engine, replace(shape, layers=2), mesh, itemsize)
-                three_blocks = self._count(engine, replace(shape, layers=3), mesh, itemsize)
-                state = _extrapolate(two_blocks, three_blocks, shape.layers)
+            else:  # the first stage of a pipeline as a net of its own, though it may have no head
+                stage = replace(mesh, pipeline=1)
+                two_blocks = self._count(engine, replace(shape, layers=2), stage, itemsize)
+                three_blocks = self._count(engine, replace(shape, layers=3), stage, itemsize)
+                blocks = sum(map(len, stage_blocks(mesh, shape.layers, 0)))
+                state = _extrapolate(two_blocks, three_blocks, blocks)
             self._states[key] = state
         return self._states[key]
 

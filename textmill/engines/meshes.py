@@ -154,9 +154,9 @@ def stages_of(mesh: Mesh, layers: int, weight: Weight) -> list[int]:
     if layer < 0:
         is_head = weight.by_token and len(weight.shape) == 2 and not weight.looked_up
         return [0, last] if is_head and last else [0]
-    return [
-        stage for stage in range(mesh.pipeline) if any(layer in blocks for blocks in stage_blocks(mesh, layers, stage))
-    ]
+    size, more = divmod(layers, mesh.pipeline * mesh.chunks)
+    chunk = layer // (size + 1) if layer < more * (size + 1) else (layer - more) // size
+    return [chunk % mesh.pipeline]
 
 
 def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: Mesh) -> None:

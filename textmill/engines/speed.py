@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 from textmill.devices import GPUS
 from textmill.engines.meshes import Mesh, stages_of
@@ -152,7 +153,7 @@ def step_time(
     shape: Shape, cluster: Cluster, layout: Layout, trained: Iterable[Weight] | None = None, extra_flops: float = 0.0
 ) -> StepTime:
     """The forecast for one step; `extra_flops` are other matmuls for a token, such as those of teachers."""
-    every = shape.weights()
+    every = _weights_of(shape)
     names = {weight.name for weight in (every if trained is None else trained)}
     blocks = [weight for weight in every if 1 <= weight.depth <= shape.layers]
     tensor = layout.mesh.tensor
@@ -185,9 +186,10 @@ def step_time(
     gaps = GAPS / (FP8 if layout.fp8 else 1.0)
 
     mesh = layout.mesh
-    on_stages = [
-        [weight for weight in every if stage in stages_of(mesh, shape.layers, weight)] for stage in range(mesh.pipeline)
-    ]
+    on_stages: list[list[Weight]] = [[] for _ in range(mesh.pipeline)]
+    for weight in every:
+        for stage in stages_of(mesh, shape.layers, weight):
+            on_stages[stage].append(weight)
     block = block_forward + block_backward + casts / shape.layers
     passes = [
         gaps * block * _layers_in(shape, here)
@@ -220,6 +222,12 @@ def bubble_seconds(passes: list[float], chunks: int) -> float:
     """How long the slowest stage of a pipeline waits for others in a step: until the first micro-batch has passed those
     before it, and at the end; given is the time of a micro-batch in each stage."""
     return (sum(passes) - max(passes)) / chunks
+
+
+@lru_cache(maxsize=2)
+def _weights_of(shape: Shape) -> list[Weight]:
+    """Kept, since a search forecasts many layouts of one net."""
+    return shape.weights()
 
 
 def _rank_sizes(weight: Weight, layout: Layout) -> tuple[int, int, int]:
