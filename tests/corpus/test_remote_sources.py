@@ -6,6 +6,10 @@ import functools
 import gzip
 import http.server
 import json
+import os
+import re
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -140,6 +144,46 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         find_sources([f"{name}::gone"])
     with pytest.raises(TextmillError, match="without slicing"):
         find_sources([f"{name}::train[:10%]"])
+
+
+class BadGateway(http.server.BaseHTTPRequestHandler):
+    """A proxy that does not reach the hub."""
+
+    def do_CONNECT(self) -> None:
+        self.send_error(502)
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"HF_ENDPOINT": "{gone}", "HF_HUB_OFFLINE": "0"}, "127.0.0.1 cannot be reached: Connection refused"),
+        ({"https_proxy": "{gone}"}, "127.0.0.1 cannot be reached: Connection refused"),
+        pytest.param({"HF_ENDPOINT": "{gone}", "HF_HUB_OFFLINE": "1"}, "OfflineModeIsEnabled", marks=pytest.mark.long),
+        pytest.param({"https_proxy": "{bad}"}, "502 Bad Gateway", marks=pytest.mark.long),
+    ],
+    ids=["online", "no proxy", "offline", "a proxy that fails"],
+)
+def test_a_hub_that_is_not_reached_is_one_line(tmp_path: Path, variables: dict[str, str], reason: str) -> None:
+    """Its package would log each of its retries; it reads the variables when it is imported."""
+    pytest.importorskip("datasets")
+    (tmp_path / "x.yaml").write_text('corpus: {sources: ["hf:someone/nothing"], folder: corpus}')
+    environment = {name: value for name, value in os.environ.items() if not re.search("proxy|^hf_", name.lower())}
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), BadGateway) as bad,
+        socket.create_server(("127.0.0.1", 0)) as gone,
+    ):
+        addresses = {"bad": f"http://127.0.0.1:{bad.server_port}", "gone": f"http://127.0.0.1:{gone.getsockname()[1]}"}
+        gone.close()
+        threading.Thread(target=bad.serve_forever, daemon=True).start()
+        environment |= {name: value.format(**addresses) for name, value in variables.items()}
+        environment["HF_HOME"] = str(tmp_path / "home")
+        command = [sys.executable, "-m", "textmill", "prepare", str(tmp_path / "x.yaml")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+        bad.shutdown()
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "'hf:someone/nothing': download failed" in done.stderr
+    assert reason in done.stderr
 
 
 def test_hub_name_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

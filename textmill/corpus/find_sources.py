@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import logging
 import os
 import re
 import socket
@@ -22,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 from textmill.config import CorpusConfig, NamedSource
 from textmill.corpus.accounts import format_count
@@ -55,6 +56,8 @@ FILE_BYTES = 512
 """Opening a file takes as long as reading about so many bytes more."""
 HUB_SECONDS = 5.0
 """Time for a connection to the Hugging Face hub."""
+TRUE_VALUES = ("1", "ON", "YES", "TRUE")
+"""Of the variable HF_HUB_OFFLINE."""
 PIECE_BYTES = 1 << 16
 MAX_PIECE_BYTES = 16 << 20
 MAX_PIECES = 256
@@ -392,6 +395,7 @@ def _find_hf_sources(entry: str, setting: str, is_sampled: bool) -> Iterator[Sou
     unreachable = None if os.path.exists(name) else _hub_unreachable()
     import datasets
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each of its retries; the error says enough
     files: dict[str, list[str]] = {}
     try:
         if is_sampled:
@@ -413,9 +417,14 @@ def _find_hf_sources(entry: str, setting: str, is_sampled: bool) -> Iterator[Sou
 
 
 def _hub_unreachable() -> str | None:
-    """Why the hub cannot be reached, if so; its package then uses its cache, instead of half a minute of retries."""
+    """Why the hub, or the proxy before it, cannot be reached, if so; its package then uses its cache, instead of half a
+    minute of retries."""
     url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    if getproxies() or "HF_HUB_OFFLINE" in os.environ or not url.hostname:
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy)
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE_VALUES or not url.hostname:
         return None
     try:
         socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), HUB_SECONDS).close()
