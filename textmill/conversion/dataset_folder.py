@@ -131,7 +131,7 @@ def _card(
     head |= {"tags": ["textmill"], "configs": [{"config_name": "default", "data_files": data_files}]}
     corpus = settings.model_dump(mode="json")
     lines = [f"---\n{format_yaml(head).rstrip()}\n---\n", f"# {export.name or Path(str(export.folder)).name}\n"]
-    lines += ["A corpus prepared with textmill; `account.json` of its folder has the same counts.\n"]
+    lines += ["A corpus prepared with textmill.\n"]
     if not export.license:
         lines += ["No licence was given; ask who made it before you use it.\n"]
     lines += ["| split | documents | bytes | characters |", "|---|---|---|---|"]
