@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,14 @@ def test_sentence_transformers_gives_our_embeddings(
     assert "sentence-transformers computes other embeddings" in capsys.readouterr().err
 
 
-CHANGES: dict[str, tuple[str, Any]] = {
-    "ids": ("gives other ids", lambda ids: [one[::-1] for one in ids]),
-    "new": ("continues with", lambda new: new[::-1]),
-    "values": ("computes other outputs", lambda values: (np.array(values) * 1.01).tolist()),
-    "ends": ("ends a text at", lambda _: [3]),
-    "missing": ("finds no weights for 1 parameters", lambda _: ["a.weight"]),
-}
+CHANGES: list[tuple[str, str, Any]] = [
+    ("ids", "gives other ids", lambda ids: [one[::-1] for one in ids]),
+    ("new", "continues with", lambda new: new[::-1]),
+    ("new", "continues with []", lambda _: []),
+    ("values", "computes other outputs", lambda values: (np.array(values) * 1.01).tolist()),
+    ("ends", "ends a text at", lambda _: [3]),
+    ("missing", "finds no weights for 1 parameters", lambda _: ["a.weight"]),
+]
 
 
 @pytest.mark.parametrize("kind", ["gguf", pytest.param("hf", marks=pytest.mark.long)])
@@ -113,13 +115,12 @@ def test_a_reader_that_gives_something_else_is_an_error(
     given: dict[str, Any] = {}
     ask = readers._ask
 
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
+    def answer(key: str, change: Any, request: dict[str, Any]) -> dict[str, Any]:
         given.update(given or ask(request))
-        return {**given, key: CHANGES[key][1](given[key])}
+        return {**given, key: change(given[key])}
 
-    monkeypatch.setattr(readers, "_ask", answer)
-    for key in ("ids", "new") if kind == "gguf" else CHANGES:
-        message = CHANGES[key][0]
+    for key, message, change in CHANGES[:3] if kind == "gguf" else CHANGES:
+        monkeypatch.setattr(readers, "_ask", partial(answer, key, change))
         assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}", f"export.kind={kind}"]) == 2
         assert f"out: not written: {readers.READERS[kind][0]} {message}" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
