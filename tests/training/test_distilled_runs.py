@@ -113,7 +113,7 @@ def test_teachers_of_other_tokenizers_and_engines_are_refused(root: Path, tmp_pa
     for other in ("engine.mesh.tensor=2", "engine.activation_checkpointing=1"):
         with pytest.raises(TextmillError, match=rf"train.distil.hidden: does not work with {other}"):
             check_start(config_for(root, root / "none", 3, *terms(root), "train.distil.hidden=1", other))
-    with pytest.raises(TextmillError, match=r"the JAX engine has no distillation; set engine.kind=torch"):
+    with pytest.raises(TextmillError, match=r"the JAX engine has no distillation; set engine.kind=torch, or remove it"):
         config_for(root, root / "none", 3, *terms(root), "engine.kind=jax")
     with pytest.raises(TextmillError, match=r"no such|not found|is not"):
         check_start(config_for(root, root / "none", 3, *terms(root, str(tmp_path / "nothing"))))

@@ -126,7 +126,7 @@ class RunConfig(Section):
         for refused, reason in self.engine.refused.items():
             key, _, value = refused.partition("=")
             if settings[key] == value if value else settings[key]:
-                raise TextmillError(f"{key}: {reason}; set engine.kind=torch, or change it")
+                raise TextmillError(f"{key}: {reason}; set engine.kind=torch, or {'change' if value else 'remove'} it")
         if (low := train.min_learning_rate) > (high := train.learning_rate):
             raise TextmillError(f"train.min_learning_rate: {low} is above train.learning_rate={high}; lower it")
         sample = self.sample
