@@ -17,7 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from textmill.config import CorpusConfig
 from textmill.corpus.decontamination import open_index, write_index
 from textmill.evaluation.tasks import open_evaluation_data
 
@@ -35,7 +34,7 @@ def main() -> None:
     secrets = [text for example in data[0].read() for text in example]
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        write_index(data, CorpusConfig(), Path(folder))
+        write_index(data, Path(folder))
         index = open_index(Path(folder))
         index.find(["é"])  # builds its tables
         print(f"index: {len(index.keys):,} n-grams in {time.perf_counter() - start:.1f} s")

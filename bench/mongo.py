@@ -58,7 +58,7 @@ def fill(db: Any, documents: int) -> list[str]:
 def scan(config: Path) -> Iterator[Document]:
     """Every document, in order."""
     (source,) = find_sources([f"mongo:{config}"])
-    for record in mongo.read(SourceChunk(0, source, 0, sum(one.size for one in source.snapshot)), CorpusConfig()):
+    for record in mongo.read(SourceChunk(source, 0, sum(one.size for one in source.snapshot)), CorpusConfig()):
         assert isinstance(record, Document)
         yield record
 
