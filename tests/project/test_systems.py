@@ -47,14 +47,13 @@ LONGER = ["train.steps=4"]
 """Instead of more steps or epochs in a line that continues a run."""
 
 
-def _blocks() -> dict[str, list[str]]:
-    """The commands of each block of the page, by the first recipe that it names."""
-    found = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    blocks = [block.splitlines() for block in found]
-    return {next(re.findall(r"([a-z0-9.-]+)\.yaml", line)[0] for line in block): block for block in blocks}
+def blocks_of(page: str) -> list[list[str]]:
+    """The commands of each block of a page."""
+    return [block.splitlines() for block in re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)]
 
 
-BLOCKS = _blocks()
+BLOCKS = {next(re.findall(r"([a-z0-9.-]+)\.yaml", line)[0] for line in block): block for block in blocks_of(PAGE)}
+"""By the first recipe that a block names."""
 
 
 def small(words: list[str]) -> list[str]:
@@ -67,14 +66,16 @@ def small(words: list[str]) -> list[str]:
     own = {word.partition("=")[0] for word in words}
     settings = [*SMALL_RECIPES[recipe], *SPLITS.get(recipe, []), *SMALLER[words[0]]] if recipe else []
     settings += SMALLER[words[0]] if words[0] in USES_A_RUN else []
+    if "engine.kind=torch" in words:
+        settings = [one for one in settings if not one.startswith("engine.offload")]
     return [*words, *(one for one in settings if one.partition("=")[0] not in own - {"train.steps"}), *longer]
 
 
-def run_block(name: str) -> None:
+def run_block(block: list[str]) -> None:
     """Run the commands of a block in this folder; `curl` must get an answer from the server before it."""
     with ExitStack() as servers:
         address = ""
-        for line in BLOCKS[name]:
+        for line in block:
             words = shlex.split(line, comments=True)
             if words[0] == "curl":
                 option, url, encoded, data = words[1:]
@@ -133,7 +134,7 @@ def test_korean(place: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
         forms = (place / "texts" / "korean.txt").read_text(encoding="utf-8").split("\n\n")
         mongo.fill("web", [f"{form} {number}" for number, form in enumerate(forms)])
         shutil.copy(mongo.write_config("korean.json", COLLECTIONS=["web"]), place / "db_config.json")
-        run_block("ko-gpt2")
+        run_block(BLOCKS["ko-gpt2"])
     assert len(losses_of(Path("runs/ko-gpt2/run"))) == 4, "two steps with torch, two with DeepSpeed"
     config = Path("runs/chat-ko/run/step-0000002/run.yaml").read_text(encoding="utf-8")
     assert "init_from:" in config
@@ -147,7 +148,7 @@ def test_turkish(place: Path) -> None:
         path.unlink()
     for part in range(3):
         (place / "texts" / f"p{part + 1}.jsonl").write_text("".join(lines[part::3]), encoding="utf-8")
-    run_block("tr-gpt2")
+    run_block(BLOCKS["tr-gpt2"])
     assert len(losses_of(Path("runs/tr-gpt2/run"))) == 2
     for command in ("prepare", "tokenize"):
         assert main(small([command, "tr-gpt2.yaml"])) == 0
@@ -161,7 +162,7 @@ def test_turkish(place: Path) -> None:
 
 @pytest.mark.long
 def test_distillation(place: Path) -> None:
-    run_block("distilgpt2")
+    run_block(BLOCKS["distilgpt2"])
 
 
 @pytest.mark.long
@@ -170,7 +171,7 @@ def test_megatron_gpt2(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "wiki.test.tokens").write_text(f" = Mill = \n \n {text} . \n", encoding="utf-8")
     (place / "lambada_test.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
     shutil.copy(place / "texts" / "english.jsonl", place / "webtext.jsonl")
-    run_block("megatron-gpt2")
+    run_block(BLOCKS["megatron-gpt2"])
     parallel = losses_of(Path("runs/megatron-gpt2/run"))
     assert main(small(["train", "megatron-gpt2.yaml", "train.folder=runs/alone"])) == 0
     assert parallel == pytest.approx(losses_of(Path("runs/alone")), rel=1e-6)
@@ -178,13 +179,13 @@ def test_megatron_gpt2(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.long
 def test_megatron_bert(place: Path) -> None:
-    run_block("megatron-bert")
+    run_block(BLOCKS["megatron-bert"])
     assert list(Path("runs/megatron-bert/tokens").rglob("*.tfrecord*"))
 
 
 @pytest.mark.long
 def test_yuan(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_block("yuan-4.7b")
+    run_block(BLOCKS["yuan-4.7b"])
     out = capsys.readouterr().out
     assert out.count("4,701,259,776") == 2, "40 layers of width 3,072 with Yuan's vocabulary"
     assert out.count("  fits into the") == 2
@@ -195,10 +196,21 @@ def test_yuan(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
+def test_yuan_with_zero_2_and_tensor_parallelism(place: Path) -> None:
+    """docs/coming-from/yuan.md: four processes have the losses of one."""
+    (block,) = blocks_of((ROOT / "docs" / "coming-from" / "yuan.md").read_text(encoding="utf-8"))
+    run_block(block)
+    parallel = losses_of(Path("runs/yuan-4.7b/run"))
+    assert main(small(["train", "yuan-4.7b.yaml", "engine.kind=torch", "train.folder=runs/alone"])) == 0
+    assert len(parallel) == 2
+    assert parallel == pytest.approx(losses_of(Path("runs/alone")), rel=1e-6)
+
+
+@pytest.mark.long
 def test_jax(place: Path) -> None:
     from datasets import Dataset
 
-    run_block("jax-wikitext")
+    run_block(BLOCKS["jax-wikitext"])
     rows = Dataset.from_parquet("runs/jax-wikitext/tokens/features/train-*.parquet", cache_dir=str(place / "cache"))
     assert set(rows.column_names) == {"input_ids", "attention_mask", "labels"}
     assert len(rows[0]["input_ids"]) == 32
