@@ -19,6 +19,8 @@ ANSWER = "ANSWER "
 
 def open_with_transformers(request: Tree) -> Tree:
     """Token ids by AutoTokenizer; if a class is named, its outputs and greedy tokens."""
+    if not request["model_class"]:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # a tokenizer needs none, and its import takes longest
     transformers: Any = import_module("transformers")
     folder = request["path"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
