@@ -135,6 +135,29 @@ def test_top_p_keeps_at_least_one_token() -> None:
     assert sampling.keep_top_p(logits, column(1e-9)).isfinite().tolist() == [[False, True, False]]
 
 
+@settings(max_examples=20, deadline=None)
+@given(seeds, st.integers(1, 400), st.floats(0.01, 0.999), st.sampled_from([0.3, 3.0]), st.booleans())
+def test_numpy_and_torch_sort_alike_bit_for_bit(seed: int, k: int, p: float, spread: float, ties: bool) -> None:
+    logits = torch.randn(N, 400, generator=torch.Generator().manual_seed(seed)) * spread
+    logits = logits.mul(3).round() if ties else logits
+    descending = logits.sort(dim=1, descending=True).values
+    probabilities = descending.softmax(1)
+    kept = (probabilities.cumsum(1) - probabilities < p).sum(1, keepdim=True)
+    for ours, count in (
+        (sampling.keep_top_k(logits, column(*[k] * N), k), k),
+        (sampling.keep_top_p(logits, column(p)), kept),
+    ):
+        least = descending.gather(1, torch.as_tensor(count).expand(N, 1) - 1)
+        assert torch.equal(ours, logits.masked_fill(logits < least, -torch.inf))
+    assert torch.equal(sampling.find_maxima(logits), logits.argmax(1))
+
+
+@pytest.mark.parametrize("top_p", [1e-60, 1e-9])
+def test_top_p_near_zero_is_greedy(top_p: float) -> None:
+    logits, seen = logits_of(5)
+    assert next_ids(logits, states_of(seen, SampleConfig(top_p=top_p))) == logits.argmax(1).tolist()
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
 def test_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits, seen = logits_of(5)
