@@ -91,6 +91,17 @@ PLANTED = {
         ["engine.mesh.tensor=2", "engine.mesh.sequence_parallel=true"],
         "from textmill.engines.parallel_torch import Parallel\nParallel.join_gradients = lambda *_: None",
     ),
+    "a sum that is lost in compiled code": (
+        ["engine.mesh.tensor=2", "engine.mesh.sequence_parallel=false", "engine.compile=true"],
+        """
+        import torch
+        from textmill.engines.tensor_parallel_torch import TensorParallel
+        all_reduce = TensorParallel.all_reduce
+        def lost(self, x):
+            return x.clone() if torch.compiler.is_compiling() else all_reduce(self, x)
+        TensorParallel.all_reduce = lost
+        """,
+    ),
 }
 """Settings, and the code that every process of the mesh runs before anything else."""
 ADAMW = ["train.optimizer=adamw", "train.learning_rate=3e-3"]
@@ -114,7 +125,9 @@ def compare(plan: VerificationPlan, folder: Path, singles: dict[str, TrialResult
     *one, parallel = launch([*first, (plan.parallel, folder / "parallel", plan.processes)])
     if one:
         singles[key] = one[0][0]
-    return compare_trial(plan.trials[0], singles[key], parallel[0])
+    if plan.trials[-1].compiled:
+        assert all(comparison.passed for comparison in compare_trial(plan.trials[0], singles[key], parallel[0]))
+    return compare_trial(plan.trials[-1], singles[key], parallel[-1])
 
 
 @pytest.mark.long
@@ -250,4 +263,8 @@ def test_a_large_mesh_is_reduced_and_other_settings_are_kept() -> None:
         "three micro-batches a process"
     )
     assert small.train.label_smoothing == 0.1
-    assert [trial.precision for trial in plan("engine.precision=auto").trials] == ["fp32", "bf16"]
+    assert [trial.name for trial in plan("engine.precision=auto").trials] == ["fp32", "bf16"]
+    compiled = plan("engine.compile=true")
+    assert [trial.name for trial in compiled.trials] == ["fp32", "fp32 compiled"]
+    assert [getattr(config.engine, "compile", None) for config in compiled.parallel] == [False, True]
+    assert compiled.single[1] == compiled.single[0]

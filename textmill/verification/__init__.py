@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +46,12 @@ def verify(where: RunConfig | str | Path, settings: Settings = ()) -> None:
     failed: list[Comparison] = []
     for trial, one, many in zip(plan.trials, single, parallel, strict=True):
         comparisons = compare_trial(trial, one, many)
+        if trial.compiled and not failed:
+            hint = "only the compiled net differs: set engine.compile=false"
+            comparisons = [replace(comparison, hint=hint) for comparison in comparisons]
         failed += [comparison for comparison in comparisons if not comparison.passed]
         for comparison in comparisons:
-            print(f"  {trial.precision:<5} {comparison.format_line()}", flush=True)
+            print(f"  {trial.name:<5} {comparison.format_line()}", flush=True)
     _conclude(plan, failed, time.monotonic() - start)
 
 

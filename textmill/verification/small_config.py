@@ -66,6 +66,13 @@ class PrecisionTrial:
     gradient_bound: float
     replicated: frozenset[str] = frozenset()
     """Weights that every tensor-parallel rank has in full."""
+    compiled: bool = False
+    """Whether the net on the mesh is compiled."""
+
+    @property
+    def name(self) -> str:
+        """The precision, and compiled if it is."""
+        return f"{self.precision} compiled" if self.compiled else self.precision
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class VerificationPlan:
     def describe(self) -> str:
         """The first line of the report."""
         config = self.parallel[0]
-        precisions = " and ".join(trial.precision for trial in self.trials)
+        precisions = " and ".join(trial.name for trial in self.trials)
         batch = f"batch {config.train.batch}, micro-batch {config.engine.micro_batch}"
         where = "simulated devices of one process" if config.engine.one_process else "processes of this machine"
         return f"{self.mesh} on {self.processes} {where}, {batch}, {STEPS} steps in {precisions}"
@@ -115,22 +122,25 @@ def build_plan(config: RunConfig) -> VerificationPlan:
         world = (mesh.replicate or 1) * mesh.shard * mesh.tensor * mesh.pipeline
         mesh_of(engine, config.train, full, world)  # raises if it does not fit the run
     sizes = _mesh_sizes(engine)
-    precisions = _precisions(engine)
+    kinds = [(precision, False) for precision in _precisions(engine)]
+    kinds += [("fp32", True)] if getattr(engine, "compile", None) is True else []
     data_ranks = sizes["replicate"] * sizes["shard"]
     steps = _accumulation_steps(engine, config.train.batch // data_ranks)
     stages = sizes["pipeline"]
     rank_batch = math.ceil(steps / stages) * stages * MICRO_BATCH
     single, parallel = [], []
-    for precision in precisions:
+    for precision, compiled in kinds:
         small = _shrink(config, full, precision, data_ranks * rank_batch, sizes["tensor"])
         one = _on_mesh(small.engine, dict.fromkeys(AXES, 1), rank_batch)
         single.append(small.model_copy(update={"engine": one}))
-        parallel.append(small.model_copy(update={"engine": _on_mesh(small.engine, sizes, MICRO_BATCH)}))
+        many = _on_mesh(small.engine, sizes, MICRO_BATCH)
+        many = many.model_copy(update={"compile": True}) if compiled else many
+        parallel.append(small.model_copy(update={"engine": many}))
     replicated = _replicated(single[0].model)
     least_bound = MUON_LOSS_BOUND if config.train.optimizer != "adamw" else 0.0
     trials = [
-        PrecisionTrial(name, max(LOSS_BOUNDS[name], least_bound), GRADIENT_BOUNDS[name], replicated)
-        for name in precisions
+        PrecisionTrial(name, max(LOSS_BOUNDS[name], least_bound), GRADIENT_BOUNDS[name], replicated, compiled)
+        for name, compiled in kinds
     ]
     return VerificationPlan(single, parallel, trials, math.prod(sizes.values()), sizes)
 

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from textmill.config import TrainConfig
+from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.engines import Engine, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
-from textmill.models import initial_weights
+from textmill.models import Shape, initial_weights
 from textmill.models.lora import initial_adapters
+from textmill.processes.ranks import Ranks
 from textmill.processes.signals import run_and_exit
 from textmill.storage.files import write_json
 from textmill.storage.tensor_files import Named, encode_safetensors
@@ -62,6 +63,23 @@ def run_trial(engine: Engine, train: TrainConfig, learning_rate: float, folder: 
     }
 
 
+def open_trial(config: RunConfig, shape: Shape, ranks: Ranks) -> Engine:
+    """The engine of a small config. Compiled, it traces forward and backward, but generates no code: that would take
+    minutes."""
+    settings = config.engine
+    compiled = isinstance(settings, TorchEngine) and settings.compile is True
+    eager = settings.model_copy(update={"compile": False}) if compiled else settings
+    engine = open_engine(eager, config.train, shape, config.model.lora, ranks)
+    if compiled:
+        # Imported here: other engines do not need torch.
+        from textmill.engines.on_torch import OnTorch
+        from textmill.models.base_torch import compile_parts
+
+        assert isinstance(engine, OnTorch)
+        engine.compiled = compile_parts(backend="aot_eager")
+    return engine
+
+
 def main(arguments: list[str]) -> int:
     """Run the config of each folder, one after the other, on the processes that were started together."""
     folders = [Path(argument) for argument in arguments]
@@ -71,7 +89,7 @@ def main(arguments: list[str]) -> int:
         shape = trial_shape(config.model)
         weights = [*initial_weights(shape, config.train.seed)]
         weights += initial_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
-        engine = open_engine(config.engine, config.train, shape, config.model.lora, ranks)
+        engine = open_trial(config, shape, ranks)
         engine.load(weights, [], 0, "the initial weights", LOSS_SCALE if config.engine.precision == "fp16" else None)
         rate = learning_rate(config.model.lora, config.engine.precision)
         result = run_trial(engine, config.train, rate, folder)
