@@ -38,6 +38,7 @@ BINARY_FORMATS = (
 )
 """First bytes of files that are not text, and what they are. In an older encoding nearly all bytes are characters, so
 that nothing else keeps such a file out of a corpus. No text begins with them: it would be kept out too."""
+_BINARY_STARTS = tuple(start for start, _ in BINARY_FORMATS)
 OLDER_ENCODINGS = ("cp949", "shift_jis", "gb18030", "cp1251", "cp1254", "cp1252")
 """Encodings from before Unicode that are suggested, never assumed: the same bytes are valid in several of them."""
 MAX_GARBLED = 0.05
@@ -77,7 +78,9 @@ def detect_encoding(head: bytes) -> str:
 
 def find_binary_format(head: bytes) -> str | None:
     """What a file is by its first bytes, if it is not text; None if it may be text."""
-    return next((name for start, name in BINARY_FORMATS if head.startswith(start)), None)
+    if not head.startswith(_BINARY_STARTS):  # one call, since there may be millions of small files
+        return None
+    return next(name for start, name in BINARY_FORMATS if head.startswith(start))
 
 
 def resolve_encoding(setting: str, head: bytes) -> str:
