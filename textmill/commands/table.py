@@ -176,7 +176,7 @@ COMMANDS = {
         sections=("corpus", "runner"),
         settings=(
             "corpus.sources corpus.text_key corpus.documents corpus.preset corpus.rules corpus.min_chars "
-            "corpus.languages corpus.dedup corpus.split corpus.split_by corpus.source_splits corpus.own_splits "
+            "corpus.languages corpus.dedup corpus.split corpus.split_by corpus.source_splits "
             "runner.kind runner.workers"
         ),
         flags=(FORCE,),
