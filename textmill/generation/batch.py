@@ -88,8 +88,10 @@ class RunningBatch:
     """Set if the slots' steps are CUDA graphs."""
     _rules: SamplingRules | None = None
     """The sampling rules of the running texts; None if texts have joined or left since they were collected."""
+    _last: PendingTokens | None = None
+    """The tokens of the previous step."""
     _pending: PendingTokens | None = None
-    """With `run_ahead`: the tokens of the previous step."""
+    """The same, if they are not received yet."""
 
     @property
     def free(self) -> int:
@@ -160,6 +162,7 @@ class RunningBatch:
                 return events
         self._slide()
         tokens = self._decode()
+        self._last = tokens
         if not self.run_ahead:
             return events + self._receive(tokens)
         previous = self._pending
@@ -271,9 +274,9 @@ class RunningBatch:
 
         A and B are pending, and B and C run: B's token is the second of the pending ones, C's is the last of its ids.
         """
+        if self._last is not None and self._last.texts == self.running:
+            return self._last.ids_N
         pending = self._pending
-        if pending is not None and pending.texts == self.running:
-            return pending.ids_N
         known_N = copy_to_device([text.ids[-1] for text in self.running], self.slots.device)
         if pending is None:
             return known_N

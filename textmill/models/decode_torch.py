@@ -196,6 +196,7 @@ class CapturedSlots(NetSlots):
         else:
             self.kernels = decode_cpu.Kernels(self.cache.memory)
             transpose_matrices(net)
+            self.head = net.head  # the net finds it by its name each time
         self.ids_N = torch.zeros(slots, dtype=torch.long, device=self.device)
         self.positions_N = torch.zeros(slots, dtype=torch.long, device=self.device)
         self.next: list[int] = []
@@ -273,8 +274,9 @@ class CapturedSlots(NetSlots):
         if not self.captured:
             self.kernels.begin(positions)
             self.ids_N = ids_N  # none is below 0: on a CPU no step begins before the ids of the last are received
-            self.positions_N = torch.tensor(positions)
-            return self.net.logits(self._hidden(count, few=True))
+            self.positions_N = self.positions_N.add_(1) if positions == self.next else torch.tensor(positions)
+            self.next = [position + 1 for position in positions]
+            return F.linear(self._hidden(count, few=True), self.head)[:, : self.net.shape.vocab]
         self.ids_N[:count] = ids_N
         if positions != self.next:
             self.positions_N[:count] = copy_to_device(positions, self.device)
