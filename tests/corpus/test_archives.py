@@ -6,13 +6,16 @@ import gzip
 import io
 import json
 import tarfile
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from textmill.config import CorpusConfig, RunConfig
+from textmill.corpus import archives
 from textmill.corpus.archives import read_small_member
 from textmill.corpus.document import Document
 from textmill.corpus.find_sources import find_sources, portable_names, read_records, split_into_chunks
@@ -98,10 +101,10 @@ def test_an_archive_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
         find_sources([str(path)])
 
 
-def test_small_files_of_a_zip_are_read_at_once(tmp_path: Path) -> None:
+def test_small_files_of_a_zip_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not plain and whole is left to zipfile, which names what is wrong with it."""
     members = {"stored": zipfile.ZIP_STORED, "deflated": zipfile.ZIP_DEFLATED, "other": zipfile.ZIP_BZIP2}
-    members |= {"damaged": zipfile.ZIP_STORED, f"{'long/' * 300}name": zipfile.ZIP_STORED}
+    members |= {"damaged": zipfile.ZIP_STORED, f"{'long/' * 1000}name": zipfile.ZIP_STORED}
     content = b"water drives the wheel " * 9
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for name, method in members.items():
@@ -109,12 +112,42 @@ def test_small_files_of_a_zip_are_read_at_once(tmp_path: Path) -> None:
     data = (tmp_path / "a.zip").read_bytes()
     (tmp_path / "a.zip").write_bytes(data.replace(b"wheel damaged", b"wheel Damaged", 1))
 
-    def read(name: str, size: int = 1000) -> bytes | None:
-        return read_small_member(f"zip://{name}::{tmp_path / 'a.zip'}", size)
+    def read(name: str, size: int = 6000) -> bytes | None:
+        with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+            position = archive.getinfo(name).header_offset + 1
+        with monkeypatch.context() as patch:
+            patch.setattr(archives.zipfile, "ZipFile", None)  # the directory is not read
+            return read_small_member(f"zip://{name}::{tmp_path / 'a.zip'}", position, size)
 
-    assert [read(name) for name in ("stored", "deflated")] == [content + b"stored", content + b"deflated"]
-    assert [read(name) for name in [*list(members)[2:], "missing"]] == [None] * 4
+    for name in ("stored", "deflated", f"{'long/' * 1000}name"):
+        assert read(name) == content + name.encode()
+    assert [read(name) for name in ("other", "damaged")] == [None] * 2
     assert read("stored", len(content)) is None
+
+
+def test_a_zip_that_was_streamed(tmp_path: Path) -> None:
+    """Its sizes and checksums are only in its directory; and a later file of the same name replaces an earlier one."""
+
+    class Pipe(io.RawIOBase):
+        def __init__(self) -> None:
+            self.data = b""
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, block: Any) -> int:
+            self.data += bytes(block)
+            return len(block)
+
+    pipe = Pipe()
+    with zipfile.ZipFile(pipe, "w", zipfile.ZIP_DEFLATED) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, text in (("a.txt", "old words"), ("b.txt", "other words"), ("a.txt", "new words")):
+            archive.writestr(name, text)
+    (tmp_path / "a.zip").write_bytes(pipe.data)
+    sources = find_sources([str(tmp_path / "a.zip")])
+    texts = [read_small_member(source.address, source.position, 1000) for source in sources]
+    assert texts == [b"new words", b"other words"]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def find_sources(
 def reading_order(source: Source, name: str) -> tuple[str, str, int]:
     """The order in which sources are read: by the name of their group, by their own, and inside a tar archive as they
     stand in it."""
-    if not source.position:
+    if not source.address.startswith("tar://"):
         return source.group, name, 0
     member = source.address.partition("://")[2].rpartition("::")[0]
     # A portable name may lack the archive, if everything is in it.

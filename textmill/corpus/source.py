@@ -111,8 +111,8 @@ class Source(NamedTuple):  # a dataclass takes several times as long to make and
     encoding: str = "auto"
     """The encoding of the file, from `corpus.encoding`."""
     position: int = 0
-    """Where it stands in its tar archive, from 1: such files are read in this order, since a compressed archive can
-    only be read from its beginning."""
+    """Where it stands in its archive, from 1: in a zip its byte, in a tar its number. Files of a tar are read in this
+    order, since a compressed archive can only be read from its beginning."""
     damage: Damage | None = None
     """What an earlier attempt to read it found; only what is before it is read."""
     is_sampled: bool = False

@@ -123,7 +123,7 @@ def _open_small_file(source: Source) -> io.BufferedReader | None:
         finally:
             os.close(handle)
     elif is_member(address):
-        content = read_small_member(address, SMALL_BYTES)
+        content = read_small_member(address, source.position, SMALL_BYTES)
     return None if content is None else io.BufferedReader(io.BytesIO(content), len(content) + 1)
 
 
