@@ -21,6 +21,7 @@ from tests.support import web
 from tests.support.live_server import Live
 from tests.support.waiting import LONGEST, wait_for
 from textmill.server import connections
+from textmill.errors import TextmillError
 from textmill.server.connections import Connection, ConnectionPool, raise_file_limit
 from textmill.server.metrics import Metrics
 
@@ -264,3 +265,9 @@ def test_file_limit_is_raised_for_connections() -> None:
             assert raise_file_limit(most) == most - 256, "as many as the system allows"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+
+
+def test_a_file_limit_without_room_for_connections_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (200, 256))
+    with pytest.raises(TextmillError, match="lets a process open 256 files; a server needs more than 256; raise"):
+        raise_file_limit(500)

@@ -21,6 +21,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from textmill.errors import TextmillError
 from textmill.server.errors import error_body
 from textmill.server.metrics import Metrics
 
@@ -217,6 +218,11 @@ def raise_file_limit(connections: int) -> int:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = connections + OTHER_FILES
     files = files if most == resource.RLIM_INFINITY else min(files, most)
+    if files <= OTHER_FILES:
+        raise TextmillError(
+            f"serve: this system lets a process open {most} files; a server needs more than {OTHER_FILES}; raise its "
+            "hard limit (ulimit -Hn 4096)"
+        )
     if now != resource.RLIM_INFINITY and files > now:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     return files - OTHER_FILES
