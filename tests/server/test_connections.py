@@ -20,8 +20,8 @@ from uvicorn.server import ServerState
 from tests.support import web
 from tests.support.live_server import Live
 from tests.support.waiting import LONGEST, wait_for
-from textmill.server import connections
 from textmill.errors import TextmillError
+from textmill.server import connections
 from textmill.server.connections import Connection, ConnectionPool, raise_file_limit
 from textmill.server.metrics import Metrics
 
