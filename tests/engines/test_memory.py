@@ -135,6 +135,45 @@ def test_peaks_measured_on_a_gpu(size: str, batch: int, peak: float) -> None:
     assert on_gpu(size, batch).memory.total / 2**30 == pytest.approx(peak, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ("model", "length", "batch", "checkpointing", "reserved"),
+    [
+        ({"family": "bert", "size": "base"}, 512, 64, 0, 12.25),
+        ({"size": "medium"}, 1024, 32, 1, 10.37),
+        ({"size": "small", "init_from": "another", "lora": {"rank": 8}}, 1024, 32, 0, 14.33),
+    ],
+    ids=["labelled tokens alone", "activation checkpointing", "copies in bf16 without gradients"],
+)
+def test_parts_that_are_not_there_at_once_are_not_added(
+    model: dict[str, Any], length: int, batch: int, checkpointing: int, reserved: float
+) -> None:
+    """The GB of bench/LOG.md, 2026-11-17: logits of labelled tokens only; no logits in the recomputed group's backward;
+    half-precision copies of frozen matrices."""
+    engine = {"micro_batch": batch, "activation_checkpointing": checkpointing}
+    config = RunConfig.model_validate({"model": model, "train": {"batch": batch, "length": length}, "engine": engine})
+    family = open_family(config.model.family)
+    vocab = 30522 if config.model.family == "bert" else 50257
+    estimator = Estimator(
+        family.shape_of(config.model, vocab=vocab, eos_id=0, length=length).with_dropout(0.0),
+        config.train.model_copy(update={"optimizer": "adamw"}),
+        config.model.lora,
+    )
+    found = estimator.estimate(config.engine, 1, Device(True, 140 << 30, "bf16"))
+    assert found.memory.total / 1e9 == pytest.approx(reserved, rel=0.05)
+
+
+def test_copies_of_gathered_weights_stay_on_every_shard() -> None:
+    """FSDP frees a gathered block, but not autocast's copy of it: all 354 million parameters of medium, in bf16."""
+    config = RunConfig(model=ModelConfig(size="medium"), train=TrainConfig(batch=64, length=1024))
+    estimator, device = Estimator(shape_of(config, 50257), config.train), Device(True, 140 << 30, "bf16")
+    half, full = (
+        estimator.estimate(TorchEngine(mesh=MeshConfig(shard=64), micro_batch=1, precision=precision), 64, device)
+        for precision in ("bf16", "fp32")
+    )
+    copies = half.memory.activations - full.memory.activations / 2 + half.memory.gradients
+    assert copies == pytest.approx(2 * 354e6, rel=0.01)
+
+
 def test_small_nets_stand_for_a_deep_one() -> None:
     config = RunConfig(
         model=ModelConfig(size="medium"),

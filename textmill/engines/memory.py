@@ -29,7 +29,7 @@ from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
 from textmill.engines.meshes import Mesh, check_batch, mesh_of, mesh_of_devices, stage_blocks
 from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, state_names, trained_of
 from textmill.engines.parallel_torch import BUCKET_BYTES, Parallel
-from textmill.models import Shape, Weight
+from textmill.models import Shape, Weight, open_family
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import weights_with_adapters
 from textmill.models.nets_torch import build_net, own_parameters_of
@@ -120,9 +120,21 @@ class Estimator:
         sample = self._sample_bytes(engine, mesh, device, name)
         micro = self._micro_batch(engine, mesh, device, state, sample)
         rows = -(-self.shape.padded_vocab // mesh.tensor)
-        logits = _logits_bytes(micro * self.length, rows, self.shape.width, itemsize, device.on_gpu, mesh.tensor > 1)
+        causal = open_family(self.shape.family).OBJECTIVE == "next_token"
+        tokens = round(micro * self.length * (1.0 if causal else self.train.masked.probability))
+        logits = _logits_bytes(tokens, rows, self.shape.width, itemsize, device.on_gpu, mesh.tensor > 1)
         passes = -(-self.train.batch // (mesh.data_ranks * micro))
         activations = round(micro * sample * passes_kept(mesh, passes))
+        group = 1.0
+        if engine.activation_checkpointing:
+            group = min(1.0, engine.activation_checkpointing / self.shape.layers)
+        if group < 1 and mesh.pipeline == 1:  # the logits are freed before the last group of blocks is computed again
+            every = self._sample_bytes(engine.model_copy(update={"activation_checkpointing": 0}), mesh, device, name)
+            logits = max(0, logits - round(micro * group * every))
+        if isinstance(engine, TorchEngine) and device.on_gpu and itemsize < MASTER_BYTES:
+            # At the loss of the only pass there are no gradients yet, and in backward they replace the copies.
+            copies = round(itemsize * self._copied(group * passes_kept(mesh, passes)) / mesh.tensor)
+            activations += copies if passes > 1 else max(0, copies - state.gradients)
         memory = Memory(state.weights, state.gradients, state.optimizer, state.buffers, activations, logits)
         return Estimate(memory, state.host, micro, passes, mesh, itemsize, name, state, engine.kind)
 
@@ -164,6 +176,14 @@ class Estimator:
             traced = saved_per_sample(self.shape, length, DTYPES[precision], engine.activation_checkpointing)
             self._states[key] = State(0, 0, 0, round(traced))
         return self._states[key].buffers / mesh.tensor
+
+    def _copied(self, blocks: float) -> float:
+        """Numbers in the copies in half precision that autocast makes of matrices, and that backward needs: of the head
+        and a fraction of the blocks. With FSDP they are those of all ranks: a copy stays when its block is freed."""
+        shape = self.shape
+        matrices = [weight for weight in shape.weights() if len(weight.shape) == 2]
+        in_blocks = sum(weight.size for weight in matrices if 1 <= weight.depth <= shape.layers)
+        return blocks * in_blocks + shape.padded_vocab * shape.width
 
     def _micro_batch(self, engine: EngineConfig, mesh: Mesh, device: Device, state: State, sample: float) -> int:
         if not isinstance(engine, TorchEngine | JaxEngine):
