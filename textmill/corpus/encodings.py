@@ -20,6 +20,7 @@ MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
 )
 """Byte order marks, and the encoding that each stands for."""
+_MARKS = tuple(mark for mark, _ in MARKS)
 BINARY_FORMATS = (
     (b"PK\x03\x04", "a Word, Excel or zip file"),
     (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel file"),
@@ -72,8 +73,9 @@ SCRIPTS = {
 
 def detect_encoding(head: bytes) -> str:
     """The encoding of a file: UTF-8, or UTF-16 or UTF-32 by a byte order mark or by the places of its NUL bytes."""
-    marked = next((encoding for mark, encoding in MARKS if head.startswith(mark)), None)
-    return marked or _unmarked_utf16(head) or "utf-8"
+    if head.startswith(_MARKS):
+        return next(encoding for mark, encoding in MARKS if head.startswith(mark))
+    return _unmarked_utf16(head) or "utf-8"
 
 
 def find_binary_format(head: bytes) -> str | None:
