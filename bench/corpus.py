@@ -19,8 +19,8 @@ separated by white space. "spacy": datatrove's defaults, with spacy's words, wit
 
 `files`: the same documents of about 250 bytes as one file of JSON lines, as a tenth as many such files of ten lines, as
 a text file each, and both of these in a zip; `prepare`, `fit-tokenizer` and `tokenize`. Next to them a plain Python
-loop and datatrove, which clean nothing else than what they are written to do: read, drop exact duplicates (the loop
-only), write Parquet files. Compare CPU seconds on a busy machine.
+loop with the default rules, exact duplicates and splits, and datatrove, which cleans nothing; both write Parquet files.
+Compare CPU seconds on a busy machine.
 """
 
 from __future__ import annotations
@@ -250,6 +250,17 @@ def compare_near(folder_path: Path, texts: Path, total: float, workers: int, pyt
         print(f"  datatrove, {words:<11} {result}", flush=True)
 
 
+def compare_loop(folder: Path, megabytes: float) -> None:
+    """Compare one file and one process with a plain loop that has the same rules."""
+    total, number = write_files(folder / "one", megabytes, 1)
+    file = folder / "one" / "000.jsonl"
+    own = prepare(file, folder / "prepared", 1, "exact", rules="[unicode,newlines,controls,spaces]")
+    loop = run([sys.executable, write_script(folder / "loop.py", LOOP), str(file), str(folder / "loop")])
+    print(f"one file of {total:.1f} MB, {number:,} documents, one process, the default rules")
+    for name, one in (("textmill", own), ("a plain loop", loop)):
+        print(f"  {name:<13} {one.cpu:6.1f} s of CPU, {one.seconds:.1f} s, peak {one.peak:,.0f} MB", flush=True)
+
+
 def measure_memory(folder_path: Path, megabytes: int, workers: int) -> bool:
     """Measure the peak memory of `prepare` on 1, 2 and 4 times the input; return whether it is constant."""
     peaks: dict[str, list[float]] = {"exact": [], "near": []}
@@ -364,6 +375,7 @@ def main(megabytes: int = 55, workers: int = 2, python: str | None = None) -> in
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         compare_cleaning(root, python)
+        compare_loop(root, megabytes)
         total, _ = write_files(root / "texts", megabytes, 2 * workers)
         compare_near(root, root / "texts", total, workers, python)
         print("peak memory of prepare, shingles of 5 characters")
