@@ -72,7 +72,14 @@ def config_of(mesh: dict[str, Any], family: str = "gpt2", layers: int = 2, **set
     """A small net with dropout, and a batch of several micro-batches."""
     own: dict[str, Any] = LLAMA if family == "llama" else {}
     shape = ShapeConfig(layers=layers, heads=4, width=32, positions=LENGTH, dropout=0.1, **own)
-    train = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-3, "label_smoothing": 0.05, **settings}
+    train = {
+        "batch": ROWS,
+        "length": LENGTH,
+        "learning_rate": 1e-3,
+        "label_smoothing": 0.05,
+        "epsilon": 1e-6,  # with 1e-8, a gradient that is 0 but for rounding moves its weight by the whole rate
+        **settings,
+    }
     replicas = int(mesh.get("replicate", 1) * mesh.get("shard", 1))
     micro_batches = 4 if "pipeline" in mesh else 2
     engine = TorchEngine(device="cpu", micro_batch=max(1, ROWS // replicas // micro_batches), mesh=MeshConfig(**mesh))
