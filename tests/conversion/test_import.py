@@ -112,7 +112,9 @@ def test_what_export_writes_comes_back_bit_for_bit(kind: str, name: str, tmp_pat
     assert np.array_equal(logits(back), logits(source))
     theirs, before = (AutoTokenizer.from_pretrained(folder) for folder in (back, source))
     for text in (*TEXT, "<|user|> is text", "don't 12,345"):
-        assert theirs(text).input_ids == before(text).input_ids
+        ids = before(text).input_ids
+        assert theirs(text).input_ids == ids
+        assert theirs.decode(ids) == before.decode(ids)
     talk = [{"role": "user", "content": "왜?"}]
     assert theirs.apply_chat_template(talk, tokenize=False) == "<|user|>왜?<|endoftext|>"
     assert main(["generate", str(back), "sample.max_tokens=3", "engine.device=cpu"]) == 0
