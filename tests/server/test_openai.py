@@ -116,7 +116,8 @@ def test_unsupported_options_are_refused_unless_they_have_no_effect(client: Any)
     }
     assert client.chat.completions.create(**body, **fine).choices[0].message.content
     with client.chat.completions.stream(**{**body, "max_completion_tokens": 40}, stop=["\n"]) as events:
-        assert events.get_final_completion().choices[0].message.content == "user: x"
+        [choice] = events.get_final_completion().choices
+    assert choice.message.content == "user: x"
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     for more, message in [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
