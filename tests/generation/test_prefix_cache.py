@@ -101,6 +101,17 @@ def test_next_turn_computes_only_what_is_new(generator: Generator, monkeypatch: 
     assert computed == [len(first) + len(answer) + 3 - 1 - end.reused]
 
 
+def test_a_text_that_has_slid_is_not_reused(generator: Generator) -> None:
+    """Its slot has the keys and values of its last tokens, not of its first, once it has ended and while it runs."""
+    generator = Generator(generator.net, generator.tokenizer)
+    samples = [SampleConfig(temperature=0, max_tokens=count, min_tokens=count) for count in (80, 70, 80)]
+    requests = [Request(tuple(range(10, 50)), sample) for sample in samples]
+    wanted = run(generator, requests, 1)
+    for slots in (1, 2):
+        generator.keep_texts(slots)
+        assert run(generator, requests, slots) == wanted
+
+
 def test_scored_prompts_are_computed(generator: Generator) -> None:
     generator = Generator(generator.net, generator.tokenizer)
     request = Request(tuple(range(10, 50)), SampleConfig(temperature=0, max_tokens=1), logprobs=1, echo=True)
