@@ -557,7 +557,6 @@ class Cache:
         """The next pass reads contexts from their first token into these slots."""
         self.rows = slots_N
         self.positions_NT = None
-        self.mask_N1TS = None
 
     def extend(self, positions_NT: Tensor, longest: int, first: int = 0) -> None:
         """The next pass adds tokens at these positions to the slots from `first` on.
