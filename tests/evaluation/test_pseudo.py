@@ -46,19 +46,19 @@ def scorer_of(folder: Path, batch: int = 4, share: Share | None = None) -> Maske
     return scorer
 
 
-def loop(bert: tuple[Path, Any, Any], context: list[int], text: list[int]) -> tuple[float, list[bool]]:
-    """Mask each token in turn, one forward pass each: the score, and whether each token is the likeliest."""
+def loop(bert: tuple[Path, Any, Any], context: list[int], text: list[int]) -> tuple[list[float], list[int]]:
+    """Mask each token in turn, one forward pass each: its log-likelihood, and the likeliest token there."""
     _, net, tokenizer = bert
     ids = [tokenizer.cls_id, *context, *text, tokenizer.sep_id]
-    total, likeliest = 0.0, []
+    log_likelihoods, likeliest = [], []
     for place in range(1 + len(context), 1 + len(context) + len(text)):
         masked = torch.tensor([ids])
         masked[0, place] = tokenizer.mask_id
         with torch.no_grad():
             logits = net(masked).logits[0, place].double()
-        total += float(logits.log_softmax(-1)[ids[place]])
-        likeliest.append(int(logits.argmax()) == ids[place])
-    return total, likeliest
+        log_likelihoods.append(float(logits.log_softmax(-1)[ids[place]]))
+        likeliest.append(int(logits.argmax()))
+    return log_likelihoods, likeliest
 
 
 def test_scores_equal_a_loop_over_transformers(bert: tuple[Path, Any, Any]) -> None:
@@ -67,12 +67,17 @@ def test_scores_equal_a_loop_over_transformers(bert: tuple[Path, Any, Any]) -> N
         (dice.integers(5, most, size=int(dice.integers(0, 9))).tolist(), dice.integers(5, most, size=length).tolist())
         for length in (1, 2, 5, 5, 5, 17, 30)
     ]
+    for context, text in (pairs[0], pairs[-1]):
+        text[-1] = loop(bert, context, text)[1][-1]
     wanted = [loop(bert, *pair) for pair in pairs]
     for batch in (1, 64):
         scores = scorer_of(bert[0], batch).score_tokens(pairs)
-        for score, (total, likeliest), (_, text) in zip(scores, wanted, pairs, strict=True):
-            assert score.log_likelihood == pytest.approx(total, abs=1e-4)
-            assert (score.tokens, score.greedy, score.last_greedy) == (len(text), all(likeliest), likeliest[-1])
+        for score, (log_likelihoods, likeliest), (_, text) in zip(scores, wanted, pairs, strict=True):
+            assert score.log_likelihood == pytest.approx(sum(log_likelihoods), abs=1e-4)
+            assert score.last_log_likelihood == pytest.approx(log_likelihoods[-1], abs=1e-4)
+            assert (score.tokens, score.greedy) == (len(text), likeliest == text)
+            assert score.last_greedy == (likeliest[-1] == text[-1])
+        assert [score.last_greedy for score in scores] == [True, *[False] * 5, True]
 
 
 def test_batches_have_no_padding_and_every_mask_once(bert: tuple[Path, Any, Any]) -> None:
@@ -118,7 +123,7 @@ def test_pseudo_perplexity_of_files_and_texts(
     (tmp_path / "texts.txt").write_text("\n".join([*texts, "", " "]), encoding="utf-8")
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     pieces = [ids[begin : begin + 46] for ids in map(tokenizer.encode, texts) for begin in range(0, len(ids), 46)]
-    loss, tokens = -sum(loop(bert, [], piece)[0] for piece in pieces), sum(map(len, pieces))
+    loss, tokens = -sum(sum(loop(bert, [], piece)[0]) for piece in pieces), sum(map(len, pieces))
     assert len(pieces) > len(texts), "one text is longer than the model"
     for name in ("texts.txt", "texts.jsonl"):
         found = evaluate(folder, f"pseudo_perplexity:{tmp_path / name}", capsys)["pseudo_perplexity"]
@@ -139,7 +144,8 @@ def test_minimal_pairs(bert: tuple[Path, Any, Any], tmp_path: Path, capsys: pyte
     rows = [(SENTENCES[number], SENTENCES[(number + 1) % 6]) for number in range(6)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps({"sentence_good": good, "sentence_bad": bad}) for good, bad in rows))
-    right = [loop(bert, [], tokenizer.encode(good))[0] > loop(bert, [], tokenizer.encode(bad))[0] for good, bad in rows]
+    totals = [sum(loop(bert, [], tokenizer.encode(text))[0]) for text in SENTENCES]
+    right = [totals[number] > totals[(number + 1) % 6] for number in range(6)]
     found = evaluate(folder, f"pairs:{path}", capsys)["pairs"]
     assert found["acc"] == pytest.approx(sum(right) / 6)
     assert "pseudo_bits_per_byte" in found
