@@ -18,7 +18,7 @@ from textmill.track.jsonl import environment
 from textmill.training.loop import Training, open_training
 from textmill.where import Settings, open_where
 
-TIMED = ("tokens_per_second", "seconds")
+TIMED = ("tokens_per_second", "seconds", "slowest_rank", "slowest_rank_ratio")
 """Metrics of the clock, by the end of their names."""
 SHOWN = 4
 
