@@ -59,7 +59,7 @@ def run(arguments: list[str], folder: Path, condition: str = "plain", dice: rand
     hang_up = started + dice.uniform(0.1, 2.0)
     while (status := os.waitpid(process, os.WNOHANG))[0] == 0:
         now = time.monotonic()
-        if not signalled and now > hang_up:
+        if not signalled and now > hang_up and _handles_hangup(process):
             signalled = True
             os.kill(process, signal.SIGHUP)
         if now > started + 2 * SECONDS:
@@ -71,6 +71,12 @@ def run(arguments: list[str], folder: Path, condition: str = "plain", dice: rand
             time.sleep(5)
         time.sleep(0.01)
     return Outcome(arguments, os.waitstatus_to_exitcode(status[1]), errors.read_text(errors="replace"), hung)
+
+
+def _handles_hangup(process: int) -> bool:
+    """Whether the program has begun and not ended: before and after it, a hang-up ends the process as any other."""
+    mask = Path(f"/proc/{process}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(mask, 16) & 1 << (signal.SIGHUP - 1))
 
 
 def _become_command(arguments: list[str], folder: Path, errors: Path, fault: str, closed: str) -> NoReturn:
