@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from bench.kill_train import hash_checkpoint, read_metrics, textmill, train_arguments
 from tests.support.fake_meshes import config_of as fake_config
 from tests.support.fake_meshes import shape_of as fake_shape
+from tests.support.fake_meshes import started as fake_started
 from tests.support.layout_process import VOCAB, batch_of, config_of, shape_of
+from tests.support.masked_batches import masked_batch
 from tests.support.together import run_together
 from textmill.commands.plan import communication_of
 from textmill.config import DistilConfig, ModelConfig, ShapeConfig
@@ -165,6 +167,21 @@ def test_the_plan_counts_a_stage_and_what_it_passes_on() -> None:
     tokens = config.train.batch * config.train.length
     assert sent["pipeline: residual stream"] == tokens * 64 * 4
     assert sent["pipeline: tied head"] == shape.padded_vocab * 64 * 4
+
+
+def test_the_first_stage_of_a_bert_adds_zeros_to_every_sum_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-reduce whose ranks do not have equally many numbers never ends."""
+    found: list[list[float]] = []
+    for mesh, world in (({}, 1), ({"pipeline": 2}, 2)):
+        with fake_ranks(world):
+            engine = fake_started(fake_config(mesh, world, "bert"), world)
+            monkeypatch.setattr(engine.ranks, "all_reduce", lambda values: found.append(values) or values)
+            for pairs in (False, True):
+                engine.eval_step(masked_batch(0, pairs=pairs))
+    alone, alone_with_pairs, first_stage, first_stage_with_pairs = found
+    assert first_stage == [0.0] * 4 + alone[4:]
+    assert first_stage_with_pairs == [0.0] * 4 + alone_with_pairs[4:]
+    assert [len(alone), len(alone_with_pairs)] == [5, 6], "four sums, then the loss tokens and the pairs"
 
 
 @pytest.mark.long
