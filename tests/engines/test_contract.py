@@ -16,6 +16,7 @@ from textmill.models import open_family
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.blend import BatchSizes
+from textmill.training.divergence import find_mismatch
 
 LAST_NORMS = ("ln_f.weight", "layer.1.output.LayerNorm.weight", "1.post_attention_layernorm.weight")
 
@@ -232,6 +233,18 @@ def test_evaluation_sums(kind: str) -> None:
     run(engine, range(20), unequal=False)
     learnt = engine.eval_step(batch_of(19, unequal=False))
     assert learnt.correct > sums.correct
+
+
+def test_checksums_show_the_weight_of_a_replica_that_differs(kind: str) -> None:
+    config = config_of(kind)
+    first, second = started(config), started(config)
+    assert find_mismatch([first.replica_checksums(), second.replica_checksums()]) is None
+    weights = dict(first.weights())
+    name = next(name for name in weights if name.endswith(LAST_NORMS))
+    second.load([*{**weights, name: weights[name] + 1e-3}.items()], [], 0, "another weight")
+    mismatch = find_mismatch([first.replica_checksums(), second.replica_checksums()])
+    assert mismatch is not None
+    assert name in mismatch
 
 
 def test_a_field_that_the_family_does_not_use_raises_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
