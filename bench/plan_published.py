@@ -32,8 +32,6 @@ PRECISIONS = {
     "tinyllama": (2, 2),
 }
 """Bytes of a gathered weight and of a summed gradient, by source."""
-OVERLAPS = {"megatron"}
-"""Sources that overlap more communication than this program: Megatron-LM's README names the options at its table."""
 
 
 def cluster_in(numbers: dict[str, Any]) -> Cluster:
@@ -71,7 +69,6 @@ def layout_in(run: dict[str, Any]) -> Layout:
         gather_bytes=gather,
         reduce_bytes=reduce,
         optimizer_ranks=mesh.replicate if run.get("zero1") else 1,
-        overlaps=run["source"] in OVERLAPS,
     )
 
 

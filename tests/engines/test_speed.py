@@ -148,25 +148,6 @@ def test_communication_that_fits_beside_computing_is_not_waited_for() -> None:
     assert waiting_seconds(shape, every, H200, kept, 0.0, 0.0) == pytest.approx(rest + 2 * 12 * block)
 
 
-def test_overlapped_tensor_parallelism_waits_for_a_chunk_or_for_what_takes_longer_than_the_matmuls() -> None:
-    """Of 2 sums in forward and 2 in backward of each block, and 2 at the ends."""
-    shape = shape_of("gpt2", "small")
-    layout = Layout(Mesh(tensor=4), 1024, 8, overlaps=True)
-    every = shape.weights()
-    one = 2 * ring_seconds(H200, 2.0 * 8 * 1024 * 768, 4, 1)
-
-    def waiting(beside: tuple[float, float]) -> float:
-        return waiting_in_pass(shape, every, H200, layout, 1.0, 1.0, beside)
-
-    assert waiting((0.0, 0.0)) == pytest.approx((12 * 4 + 2) * one)
-    assert waiting((1.0, 1.0)) == pytest.approx((12 * 4 / 4 + 2) * one), "a quarter has nothing beside it"
-    assert waiting((one, 1.0)) == pytest.approx((12 * (1 + 2 / 4) + 2) * one), "as long as one sum, beside two"
-    replicas = replace(layout, mesh=Mesh(replicate=16))
-    without = replace(replicas, overlaps=False)
-    late = [waiting_seconds(shape, every, ROUND, one, 1e-4, 1e-4) for one in (without, replicas)]
-    assert late[0] - late[1] == pytest.approx(11e-4), "the first forward pass, but for one block"
-
-
 def blocks_alone(layers: int) -> Shape:
     """A net with a small vocabulary, so that embedding and head hardly count."""
     config = RunConfig.model_validate({"model": {"shape": {"layers": layers, "width": 1024, "heads": 16}}})

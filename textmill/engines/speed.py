@@ -123,11 +123,6 @@ class Layout:
     """Of a gradient that data-parallel ranks sum."""
     optimizer_ranks: int = 1
     """Replicas that share the work of the optimizer (ZeRO-1)."""
-    overlaps: bool = False
-    """Of Megatron-LM, not of this program: tensor-parallel collectives run beside the matmuls that need or make their
-    data, in as many chunks as there are ranks, and the first forward pass hides communication of data-parallel ranks
-    too (Megatron-LM's README, "Training Speed and Scalability": --tp-comm-overlap, --overlap-param-gather; NeMo user
-    guide, "Communication Overlap")."""
 
     @property
     def tokens(self) -> int:
@@ -196,10 +191,9 @@ def step_time(
         for stage in stages_of(mesh, shape.layers, weight):
             on_stages[stage].append(weight)
     block = block_forward + block_backward + casts / shape.layers
-    beside = forward / shape.layers, (again + gradients) / shape.layers
     passes = [
         gaps * block * _layers_in(shape, here)
-        + waiting_in_pass(shape, here, cluster, layout, block_forward, block_backward, beside)
+        + waiting_in_pass(shape, here, cluster, layout, block_forward, block_backward)
         for here in on_stages
     ]
     passes[-1] += gaps * (head + loss + extra)
@@ -208,7 +202,7 @@ def step_time(
     part = _layers_in(shape, here) / shape.layers
     is_last = slowest == mesh.pipeline - 1
     scale = layout.passes * gaps
-    waiting = waiting_seconds(shape, here, cluster, layout, block_forward, block_backward, beside)
+    waiting = waiting_seconds(shape, here, cluster, layout, block_forward, block_backward)
     return StepTime(
         matmuls=scale * (part * (forward + again + gradients) + is_last * (head + extra)),
         attention=scale * part * (attention_forward + again_attention + attention_backward),
@@ -317,25 +311,19 @@ def ring_seconds(cluster: Cluster, size: float, ranks: int, stride: int) -> floa
 
 
 def waiting_seconds(
-    shape: Shape,
-    every: list[Weight],
-    cluster: Cluster,
-    layout: Layout,
-    block_forward: float,
-    block_backward: float,
-    beside: tuple[float, float] = (0.0, 0.0),
+    shape: Shape, every: list[Weight], cluster: Cluster, layout: Layout, block_forward: float, block_backward: float
 ) -> float:
     """Communication that computing does not hide, in a step of a rank with the weights `every`; seconds of a block in a
-    pass are given, and of its matmuls `beside` tensor-parallel collectives in forward and backward."""
+    pass are given."""
     mesh = layout.mesh
-    waiting = layout.passes * waiting_in_pass(shape, every, cluster, layout, block_forward, block_backward, beside)
+    waiting = layout.passes * waiting_in_pass(shape, every, cluster, layout, block_forward, block_backward)
     if mesh.replicate > 1:
         layers = _layers_in(shape, every)
         block_backward += 2 * tensor_sum_seconds(shape, cluster, layout)
         stride = mesh.tensor * mesh.shard
         size = layout.reduce_bytes * sum(weight.size for weight in every) / mesh.tensor / mesh.shard
         reduce_all = 2 * ring_seconds(cluster, size, mesh.replicate, stride)
-        hidden = (layers - 1) * (block_backward + (block_forward if layout.overlaps else 0.0))
+        hidden = (layers - 1) * block_backward
         if mesh.local:  # between two steps, where nothing is computed
             waiting += reduce_all / mesh.local.every
         else:
@@ -347,13 +335,7 @@ def waiting_seconds(
 
 
 def waiting_in_pass(
-    shape: Shape,
-    every: list[Weight],
-    cluster: Cluster,
-    layout: Layout,
-    block_forward: float,
-    block_backward: float,
-    beside: tuple[float, float] = (0.0, 0.0),
+    shape: Shape, every: list[Weight], cluster: Cluster, layout: Layout, block_forward: float, block_backward: float
 ) -> float:
     """The part of it that each pass has: tensor parallelism, FSDP, and transfers to and from other stages."""
     mesh = layout.mesh
@@ -364,10 +346,6 @@ def waiting_in_pass(
         sums = 4 * layers + (2 * layers if layout.recompute >= 1 else 0) + ends
         one = tensor_sum_seconds(shape, cluster, layout)
         waiting += sums * one
-        if layout.overlaps:  # of each collective, one chunk has nothing beside it
-            chunks = (mesh.tensor - 1) / mesh.tensor * one
-            backward_sums = 4 if layout.recompute >= 1 else 2
-            waiting -= layers * (min(2 * chunks, beside[0]) + min(backward_sums * chunks, beside[1]))
         block_forward += 2 * one
         block_backward += 2 * one
     if mesh.shard > 1:
