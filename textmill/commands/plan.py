@@ -684,8 +684,8 @@ def _meshes(own: EngineConfig, devices: int) -> Iterator[MeshConfig | None]:
     for pipeline, tensor, shard in product(STAGES, (1, 2, 4, 8), sizes):
         combines = shard == 1 or pipeline in (1, own.mesh.pipeline)
         if combines and devices % (shard * tensor * pipeline) == 0:
-            sizes_of = {"replicate": None, "shard": shard, "tensor": tensor, "pipeline": pipeline}
-            yield own.mesh.model_copy(update=sizes_of)
+            axes = {"replicate": None, "shard": shard, "tensor": tensor, "pipeline": pipeline}
+            yield own.mesh.model_copy(update=axes)
 
 
 def _mesh_settings(mesh: MeshConfig | None) -> dict[str, int]:
