@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EvaluateConfig, ModelConfig, RunConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.evaluation import scorer_torch
+from textmill.evaluation import packing, scorer_torch
 from textmill.evaluation.packing import build_trees, fill_rows, pack
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.task import Score
@@ -120,6 +120,28 @@ def test_a_shared_context_is_read_once() -> None:
         ((1, 2, 3), [(4,), (5, 6)], 4),
         ((9,), [(5,)], 1),
     ]
+
+
+@pytest.mark.parametrize("row_tokens", [0, 120])
+def test_questions_after_the_same_examples_read_them_once(
+    scorer: TorchScorer, model: Any, row_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a question that has nothing of its own, and questions that have less or nothing in common with others."""
+    monkeypatch.setattr(packing, "SHARED_TOKENS", 6)
+    monkeypatch.setattr(scorer_torch, "CPU_ROW_TOKENS", row_tokens)
+    dice = random.Random(7)
+    examples = [dice.randrange(scorer.vocab) for _ in range(14)]
+    contexts = [examples + [dice.randrange(scorer.vocab) for _ in range(count)] for count in (3, 5, 0, 4)]
+    contexts += [[*examples[:12], 3, 4], examples[:7] + [5] * 8, examples[:2] + [6] * 9]
+    pairs: list[Pair] = [(context, choice) for context in contexts for choice in ([7, 8, 9], [7], [8, 1])]
+    trees = build_trees(pairs, first=9, positions=24)
+    assert [(tree.context, len(tree.children), tree.texts) for tree in trees] == [
+        (tuple(examples[:12]), 5, 15),
+        (tuple(contexts[5]), 0, 3),
+        (tuple(contexts[6]), 0, 3),
+    ]
+    assert trees[0].tokens == 12 + (5 + 7 + 2 + 6 + 2) + 5 * 3
+    assert_equal(scorer.score_tokens(pairs), [reference(model, *pair, scorer.tokenizer.eos_id) for pair in pairs])
 
 
 @given(

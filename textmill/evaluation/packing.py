@@ -5,9 +5,11 @@ A multiple-choice question has one context and some choices. The pairs (context 
 
     ids        5  6  7  8  3  4     the last token of a choice is only predicted, so the net does not read it
     positions  0  1  2  3  3  4     as if each choice alone followed the context
-    branch     0  0  0  1  2  2     0 is the context, which all branches may attend to (TreeAttention)
+    last       5  5  5  3  5  5     the last token in the row that attends to this one (TreeAttention)
     predicts         8  9  4  2     the 7 predicts the first token of both choices: 8 and 3
                      3
+
+Questions after the same examples become children of one tree, whose context is what their prompts have in common.
 
 `build_trees` groups the pairs, `pack` divides trees into rows and batches, `fill_rows` makes the arrays of a batch.
 
@@ -27,10 +29,8 @@ from numpy.typing import NDArray
 from textmill.ranges import expand_ranges
 
 Ids = tuple[int, ...]
-CONTEXT = 0
-"""The branch of context tokens; continuations are branches 1, 2 ..."""
-PADDING = -1
-"""The tree of padding tokens."""
+SHARED_TOKENS = 32
+"""Contexts share a beginning that is at least so long."""
 TREE_TOKENS = 256
 TREE_CONTEXTS = 4
 """A tree grows up to this many tokens, or this many times its context: attention is quadratic in its size, so sharing
@@ -39,15 +39,22 @@ a short context among many continuations would cost more than it saves."""
 
 @dataclass
 class Tree:
-    """A context and the continuations that follow it, each with the numbers of its pairs."""
+    """A context and the continuations that follow it, each with the numbers of its pairs; or the common beginning of
+    several contexts, whose trees are its children."""
 
     context: Ids
     branches: dict[Ids, list[int]] = field(default_factory=dict)
+    children: list[Tree] = field(default_factory=list)
     tokens: int = field(init=False)
     """How many tokens the net reads: a continuation's last token is only predicted."""
 
     def __post_init__(self) -> None:
-        self.tokens = len(self.context) + sum(len(branch) - 1 for branch in self.branches)
+        self.tokens = len(self.context) + sum(child.tokens for child in self.children)
+
+    @property
+    def texts(self) -> int:
+        """How many pairs it has."""
+        return sum(map(len, self.branches.values())) + sum(child.texts for child in self.children)
 
     def add(self, branch: Ids, number: int) -> None:
         if branch not in self.branches:
@@ -62,9 +69,10 @@ class Rows:
     ids_NT: NDArray[np.int64]
     positions_NT: NDArray[np.int64]
     """The position of each token in its own text."""
-    trees_NT: NDArray[np.int64]
-    """Which tree each token belongs to."""
-    branches_NT: NDArray[np.int64]
+    last_NT: NDArray[np.int64]
+    """The last token of the row that attends to each token."""
+    is_causal: bool
+    """Whether each row is one plain text, so that causal attention needs no mask."""
     places_M: NDArray[np.int64]
     """Where each predicted token is predicted: an index into the flat array of all tokens."""
     labels_M: NDArray[np.int64]
@@ -72,11 +80,6 @@ class Rows:
     """Where each continuation ends in the M predicted tokens."""
     pairs: list[list[int]]
     """The numbers of the pairs of each continuation."""
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether each row is one plain text, so that causal attention needs no mask."""
-        return not self.trees_NT.max(initial=0) and self.branches_NT.max(initial=0) <= 1
 
 
 def build_trees(
@@ -97,12 +100,69 @@ def build_trees(
             tree = growing[context_ids] = Tree(context_ids)
             trees.append(tree)
         tree.add(branch, number)
-    return sorted(trees, key=lambda tree: -tree.tokens)
+    return sorted(trees if alone else _join_trees(trees), key=lambda tree: -tree.tokens)
 
 
 def _has_space(tree: Tree, branch: Ids) -> bool:
     limit = max(TREE_TOKENS, TREE_CONTEXTS * len(tree.context))
     return branch in tree.branches or tree.tokens + len(branch) - 1 <= limit
+
+
+def _join_trees(trees: Sequence[Tree]) -> list[Tree]:
+    """Make trees whose contexts begin alike children of one, each time with the latest ones that begin so."""
+    groups: list[_Group] = []
+    latest: dict[Ids, _Group] = {}
+    for tree in trees:
+        beginning = tree.context[:SHARED_TOKENS]
+        group = latest.get(beginning)
+        if group is None or len(beginning) < SHARED_TOKENS or not group.add(tree):
+            group = latest[beginning] = _Group([tree], tree.context, tree.tokens)
+            groups.append(group)
+    return [group.join() for group in groups]
+
+
+@dataclass
+class _Group:
+    """Trees whose contexts begin with the same tokens."""
+
+    trees: list[Tree]
+    shared: Ids
+    tokens: int
+    """The sum of the trees' tokens."""
+
+    def add(self, tree: Tree) -> bool:
+        """Add a tree if that saves tokens and the whole is not too large."""
+        count = len(self.trees)
+        shared = self.shared
+        if tree.context[: len(shared)] != shared:
+            shared = shared[: common_length(shared, tree.context)]
+        tokens = self.tokens + tree.tokens
+        saves = len(shared) * count > len(self.shared) * (count - 1)
+        if not saves or tokens - len(shared) * count > max(TREE_TOKENS, TREE_CONTEXTS * len(shared)):
+            return False
+        self.trees.append(tree)
+        self.shared = shared
+        self.tokens = tokens
+        return True
+
+    def join(self) -> Tree:
+        """One tree."""
+        if len(self.trees) == 1:
+            return self.trees[0]
+        for tree in self.trees:
+            tree.context = tree.context[len(self.shared) :]
+            tree.tokens -= len(self.shared)
+        return Tree(self.shared, children=self.trees)
+
+
+def common_length(*sequences: Sequence[int]) -> int:
+    """How many ids all sequences begin with."""
+    length = 0
+    for ids in zip(*sequences, strict=False):
+        if len(set(ids)) > 1:
+            break
+        length += 1
+    return length
 
 
 def pack(
@@ -144,57 +204,60 @@ class _Span(NamedTuple):
     length: int
     position: int
     """The position of its first token in its own text."""
-    tree: int
-    branch: int
+    last: int
+    """The last token that attends to it, in the flat array of all tokens."""
 
 
 def fill_rows(packed: list[list[Tree]], pad: int) -> Rows:
     """The arrays of a batch."""
-    length = max(sum(tree.tokens for tree in row) for row in packed)
+    used = np.array([sum(tree.tokens for tree in row) for row in packed])
+    length = int(used.max())
     tokens: list[int] = []
     labels: list[int] = []
     spans: list[_Span] = []  # contexts and continuations
     predicted: list[tuple[int, int, int]] = []  # of a continuation: its context's last token, its first token, labels
     pairs: list[list[int]] = []
+
+    def add(tree: Tree, start: int, position: int, context_end: int) -> None:
+        """Add a tree at `start` in the flat array; before its context are `position` tokens of others, the last of them
+        at `context_end`."""
+        tokens.extend(tree.context)
+        spans.append(_Span(start, len(tree.context), position, start + tree.tokens - 1))
+        start += len(tree.context)
+        position += len(tree.context)
+        context_end = start - 1 if tree.context else context_end
+        for continuation, pair_numbers in tree.branches.items():
+            count = len(continuation)
+            tokens.extend(continuation[:-1])
+            labels.extend(continuation)
+            spans.append(_Span(start, count - 1, position, start + count - 2))
+            predicted.append((context_end, start, count))
+            pairs.append(pair_numbers)
+            start += count - 1
+        for child in tree.children:
+            add(child, start, position, context_end)
+            start += child.tokens
+
     for row, row_trees in enumerate(packed):
-        start = row * length  # in the flat array of all tokens
-        for tree_number, tree in enumerate(row_trees):
-            context_length = len(tree.context)
-            tokens += tree.context
-            spans.append(_Span(start, context_length, 0, tree_number, CONTEXT))
-            start += context_length
-            context_end = start - 1
-            for branch, (continuation, pair_numbers) in enumerate(tree.branches.items(), 1):
-                count = len(continuation)
-                tokens += continuation[:-1]
-                labels += continuation
-                spans.append(_Span(start, count - 1, context_length, tree_number, branch))
-                predicted.append((context_end, start, count))
-                pairs.append(pair_numbers)
-                start += count - 1
-    ids, positions, trees, branches = _fill_spans(np.array(spans), np.array(tokens), (len(packed), length), pad)
-    context_ends, starts, counts = np.array(predicted).T
-    ends = counts.cumsum()
-    places = expand_ranges(starts - 1, counts)
-    places[ends - counts] = context_ends  # a continuation's first token is predicted by its context's last one
-    return Rows(ids, positions, trees, branches, places, np.array(labels), ends, pairs)
-
-
-def _fill_spans(
-    spans: NDArray[np.int64], tokens: NDArray[np.int64], shape: tuple[int, int], pad: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Ids, positions, trees and branches of rows; `spans` has a row for each _Span."""
-    starts, counts, positions, trees, branches = spans.T
-    places = expand_ranges(starts, counts)
+        start = row * length
+        for tree in row_trees:
+            add(tree, start, 0, -1)
+            start += tree.tokens
+    places, lengths, positions, lasts = np.array(spans).T
+    token_places = expand_ranges(places, lengths)
+    lasts_T = np.repeat(lasts, lengths) % length
 
     def fill(empty: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        array = np.full(shape, empty, np.int64)
-        array.reshape(-1)[places] = values
+        array = np.full((len(packed), length), empty, np.int64)
+        array.reshape(-1)[token_places] = values
         return array
 
-    return (
-        fill(pad, tokens),
-        fill(0, expand_ranges(positions, counts)),
-        fill(PADDING, np.repeat(trees, counts)),
-        fill(CONTEXT, np.repeat(branches, counts)),
-    )
+    is_causal = bool((lasts_T == np.repeat(used, used) - 1).all())
+    ids_NT = fill(pad, np.array(tokens))
+    positions_NT = fill(0, expand_ranges(positions, lengths))
+    context_ends, starts, counts = np.array(predicted).T
+    ends = counts.cumsum()
+    places_M = expand_ranges(starts - 1, counts)
+    places_M[ends - counts] = context_ends  # a continuation's first token is predicted by its context's last one
+    last_NT = fill(length - 1, lasts_T)
+    return Rows(ids_NT, positions_NT, last_NT, is_causal, places_M, np.array(labels), ends, pairs)

@@ -30,7 +30,7 @@ from textmill.devices import PendingCopy, autocast, copy_to_device, open_device,
 from textmill.errors import TextmillError
 from textmill.evaluation.measured_task import warn_if_foreign_tokenizer
 from textmill.evaluation.metrics import check_finite
-from textmill.evaluation.packing import CONTEXT, Rows, Tree, build_trees, fill_rows, pack
+from textmill.evaluation.packing import Rows, Tree, build_trees, fill_rows, pack
 from textmill.evaluation.task import ALL_BATCHES, LossPart, Numbered, Pair, Score, Share, StoreLoss
 from textmill.kernels.cross_entropy_triton import cross_entropy_and_correct
 from textmill.kernels.triton_support import can_run_kernels
@@ -265,8 +265,7 @@ class TorchScorer(TextScorer):
 
             def advance(packed: list[list[Tree]]) -> None:
                 batch_trees = [tree for row in packed for tree in row]
-                texts = sum(len(pairs) for tree in batch_trees for pairs in tree.branches.values())
-                bar.advance(sum(tree.tokens for tree in batch_trees), texts)
+                bar.advance(sum(tree.tokens for tree in batch_trees), sum(tree.texts for tree in batch_trees))
 
             results = self.gather_scores(batches, lambda _, packed: self._score_rows(packed), advance)
         return [Score(*values) for _, values in results]
@@ -539,14 +538,13 @@ def _with_torch(
 
 
 class TreeAttention(Cache):
-    """Takes the place of the KV cache: it holds nothing, and lets a continuation attend to its context and itself."""
+    """Takes the place of the KV cache: it holds nothing, and lets tokens attend to those of their own text."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self.positions_NT = copy_to_device(rows.positions_NT, device)
-        trees_NT, branches_NT = (copy_to_device(array, device) for array in (rows.trees_NT, rows.branches_NT))
-        same_tree = trees_NT[:, :, None] == trees_NT[:, None, :]
-        readable = (branches_NT[:, None, :] == CONTEXT) | (branches_NT[:, :, None] == branches_NT[:, None, :])
-        self.mask_N1TT = (same_tree & readable).tril()[:, None]
+        last_NT = copy_to_device(rows.last_NT, device)
+        queries_T1 = torch.arange(last_NT.shape[1], device=device)[:, None]
+        self.mask_N1TT = (queries_T1 <= last_NT[:, None, None]).tril()
 
     def attend(self, layer: int, q_NHTD: Tensor, k_NHTD: Tensor, v_NHTD: Tensor) -> Tensor:
         """Attention of a layer; there may be fewer key heads than query heads (grouped-query attention)."""

@@ -13,6 +13,7 @@ from textmill.config.load import read_yaml
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import check_lengths
 from textmill.evaluation.data_files import SAMPLE_SEED, Record, read_items
+from textmill.evaluation.packing import common_length
 from textmill.evaluation.task import ItemLog, Measured, Pair, Score, Scorer, TaskEntry
 from textmill.storage.files import hash_file, hash_json
 
@@ -128,9 +129,9 @@ def _encode(scorer: Scorer, part: Part, record: Record, examples: Sequence[Recor
         start = 1 + len(scorer.tokenizer.encode(without))
         return [(ids[0][:start], ids[0][start:])]
     if part.kind == "schema":
-        common = _common(*(list(reversed(one)) for one in ids))
+        common = common_length(*(list(reversed(one)) for one in ids))
         return [(one[: len(one) - common], one[len(one) - common :]) for one in ids]
-    common = min(_common(*ids), min(map(len, ids)) - 1)  # a candidate that others begin with keeps a token
+    common = min(common_length(*ids), min(map(len, ids)) - 1)  # a candidate that others begin with keeps a token
     return [(one[:common], one[common:]) for one in ids]
 
 
@@ -145,13 +146,3 @@ def _candidates(part: Part, record: Record) -> list[str]:
 def _solved(part: Part, record: Record) -> str:
     """A question with its right answer, as an example."""
     return _candidates(part, record)[0 if part.kind == "language_modeling" else record["gold"]]
-
-
-def _common(*sequences: Sequence[int]) -> int:
-    """How many ids all sequences begin with."""
-    length = 0
-    for ids in zip(*sequences, strict=False):
-        if len(set(ids)) > 1:
-            break
-        length += 1
-    return length
