@@ -528,9 +528,13 @@ def _with_torch(
         logits_RV = net.logits(hidden_UE[start : start + block_rows]).float()
         row = indices[begin:end] - start
         label = labels[begin:end]
-        log_likelihoods.append(logits_RV[row, label] - logits_RV.logsumexp(-1)[row])
+        chosen = logits_RV[row, label]
+        highest_R, likeliest_R = logits_RV.max(-1)
+        # Log-sum-exp in the memory of the logits: torch's function would allocate, and read, as much again.
+        normalizer_R = logits_RV.sub_(highest_R[:, None]).exp_().sum(-1).log_().add_(highest_R)
+        log_likelihoods.append(chosen - normalizer_R[row])
         if greedy:
-            is_likeliest.append(logits_RV.argmax(-1)[row] == label)
+            is_likeliest.append(likeliest_R[row] == label)
     unsort_M = np.argsort(order_M, kind="stable")
     log_likelihoods_M = torch.cat(log_likelihoods).double().cpu().numpy()[unsort_M]
     greedy_M = torch.cat(is_likeliest).cpu().numpy()[unsort_M] if greedy else np.zeros(0, np.bool_)
