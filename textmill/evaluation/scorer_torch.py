@@ -315,17 +315,21 @@ class TorchScorer(TextScorer):
 
             def compute() -> Numbered:
                 results: Numbered = []
+                wait_for_parts: Callable[[], Numbered] = list
                 for number, batch in zip(own_batches, batches, strict=True):
                     labels = batch.labels
                     # A short text does not fill its window, which can have tens of thousands of tokens.
                     used = 1 + int(np.flatnonzero((labels != IGNORED).any(0)).max(initial=0))
                     starts = windows[number * self.batch :][: len(labels)] * stride + (first_input is None)
                     documents_NT = np.searchsorted(document_ends, starts[:, None] + np.arange(used), "right")
-                    parts = self._score_parts(batch.inputs[:, :used], labels[:, :used], documents_NT, store.prefix)
-                    results.append((number, parts))
-                    bar.advance(len(labels) * self.share.parts, sum(part.tokens for part in parts))
+                    wait_for_previous = wait_for_parts
+                    wait_for_parts = self._queue_parts(
+                        number, batch.inputs[:, :used], labels[:, :used], documents_NT, store.prefix
+                    )
+                    results += wait_for_previous()  # while the device computes this batch
+                    bar.advance(len(labels) * self.share.parts, int((labels != IGNORED).sum()))
                     self.share.ranks.report_progress()
-                return results
+                return results + wait_for_parts()
 
             parts = [LossPart(*part) for _, result in self.share.gather(compute) for part in result]
         loss = float(np.sum([part.loss for part in parts]))
@@ -348,7 +352,7 @@ class TorchScorer(TextScorer):
                         arrays = layout.build_samples(samples)
                         log_likelihoods_M, greedy_M = self._score_labels(
                             arrays.inputs, arrays.labels, store.prefix, greedy=True
-                        )
+                        )()
                         loss = -float(log_likelihoods_M.sum())
                         results.append((number, [loss, len(log_likelihoods_M), int(greedy_M.sum())]))
                     bar.advance(len(samples))
@@ -400,30 +404,39 @@ class TorchScorer(TextScorer):
 
     def _score_labels(
         self, inputs: NDArray[np.int32], labels: NDArray[np.int32], where: Path, greedy: bool = False
-    ) -> Result:
-        """The log-likelihood of each label that is not ignored, in their order, and whether it is the likeliest."""
+    ) -> Callable[[], Result]:
+        """Queue a batch; the log-likelihood of each label that is not ignored, in their order, and whether it is the
+        likeliest."""
         check_ids(int(inputs.min()), int(max(inputs.max(), labels.max())), self.vocab, where)
         has_loss_NT = labels != IGNORED
         if not has_loss_NT.any():
-            return np.zeros(0), np.zeros(0, np.bool_)
+            return lambda: (np.zeros(0), np.zeros(0, np.bool_))
         labels_M = labels[has_loss_NT].astype(np.int64)
-        return self.log_likelihoods(inputs.astype(np.int64), np.flatnonzero(has_loss_NT), labels_M, greedy=greedy)()
+        return self.log_likelihoods(inputs.astype(np.int64), np.flatnonzero(has_loss_NT), labels_M, greedy=greedy)
 
-    def _score_parts(
-        self, inputs: NDArray[np.int32], labels: NDArray[np.int32], documents_NT: NDArray[np.int64], where: Path
-    ) -> list[LossPart]:
-        """The loss of each document in each row of a batch."""
-        log_likelihoods_M, _ = self._score_labels(inputs, labels, where)
+    def _queue_parts(
+        self,
+        number: int,
+        inputs: NDArray[np.int32],
+        labels: NDArray[np.int32],
+        documents_NT: NDArray[np.int64],
+        where: Path,
+    ) -> Callable[[], Numbered]:
+        """Queue a batch; the loss of each document in each of its rows, by the batch's number."""
+        wait_for_result = self._score_labels(inputs, labels, where)
         rows_M, columns_M = np.nonzero(labels != IGNORED)
         documents_M = documents_NT[rows_M, columns_M]
         is_first_M = np.ones(len(rows_M), np.bool_)
         is_first_M[1:] = (np.diff(rows_M) != 0) | (np.diff(documents_M) != 0)
         starts = np.flatnonzero(is_first_M)
-        if not len(starts):
-            return []
-        losses = np.add.reduceat(-log_likelihoods_M, starts)
         counts = np.diff(starts, append=len(rows_M))
-        return list(map(LossPart, documents_M[starts].tolist(), losses.tolist(), counts.tolist()))
+
+        def wait_for_parts() -> Numbered:
+            log_likelihoods_M, _ = wait_for_result()
+            losses = np.add.reduceat(-log_likelihoods_M, starts) if len(starts) else log_likelihoods_M
+            return [(number, list(map(LossPart, documents_M[starts].tolist(), losses.tolist(), counts.tolist())))]
+
+        return wait_for_parts
 
 
 def _scores_of(rows: Rows, log_likelihoods_M: NDArray[np.float64], greedy_M: NDArray[np.bool_]) -> Numbered:
