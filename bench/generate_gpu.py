@@ -11,7 +11,7 @@ texts    one and 64 texts, greedy and sampled, compared with transformers' defau
          time to the first token
 alone    the same without transformers
 server   64 requests through the scheduler, and 64 clients of `textmill serve` that send request after request, for
-         complete and for streamed texts
+         complete, streamed and constrained texts
 tiny     a small net, also on the CPU, to test the script
 
 The default is both.
@@ -50,6 +50,16 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "top_k, top_p, min_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
 }
 SAME_STEPS = 20
+LONG_LIST = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
+KINDS: dict[str, dict[str, Any]] = {
+    "complete texts": {},
+    "streamed": {"stream": True},
+    "constrained by a regex": {"regex": "[a-z ]{4000}"},
+    "constrained by a JSON schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LONG_LIST}}
+    },
+}
+"""Fields of the requests to a server; constrained texts are longer than any that is measured."""
 
 
 def main() -> None:
@@ -137,8 +147,7 @@ def measure_server(ours: Generator, new: int, tiny: bool, family: str) -> None:
     print(
         f"  64 requests through the scheduler: {measure_scheduler(ours, random_prompts(64, PROMPT), new):,.0f} tokens/s"
     )
-    for streamed, rate in measure_clients(new, tiny, family).items():
-        kind = "streamed" if streamed else "complete texts"
+    for kind, rate in measure_clients(new, tiny, family).items():
         print(
             f"  64 clients of the server, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of the generator", flush=True
         )
@@ -182,8 +191,8 @@ async def run_clients(port: int, bodies: list[bytes], seconds: float) -> float:
     return replies / seconds
 
 
-def measure_clients(new: int, tiny: bool, family: str) -> dict[bool, float]:
-    """Return the tokens/s of 64 clients of a server, for complete and for streamed texts."""
+def measure_clients(new: int, tiny: bool, family: str) -> dict[str, float]:
+    """Return the tokens/s of 64 clients of a server, for each kind of request."""
     rates, seconds = {}, 2.0 if tiny else 8.0
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), new_tokenizer()
@@ -194,10 +203,10 @@ def measure_clients(new: int, tiny: bool, family: str) -> dict[bool, float]:
         with serving(root, [str(where), "serve.slots=64", "serve.queue=64"]) as (port, _):
             ready, used = time.perf_counter() - started, _used_memory() - before
             print(f"  the server is ready after {ready:.1f} s and uses {used:.1f} GiB", flush=True)
-            for streamed in (False, True):
-                options = {"max_tokens": new, "min_tokens": new, "temperature": 0, "stream": streamed}
+            for kind, given in KINDS.items():
+                options = {"max_tokens": new, "min_tokens": new, "temperature": 0, **given}
                 bodies = [json.dumps({"prompt": ids, **options}).encode() for ids in random_prompts(64, PROMPT)]
-                rates[streamed] = new * asyncio.run(run_clients(port, bodies, seconds))
+                rates[kind] = new * asyncio.run(run_clients(port, bodies, seconds))
     return rates
 
 

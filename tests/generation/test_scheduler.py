@@ -20,6 +20,7 @@ from tests.support.waiting import LONGEST, wait_for
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation import scheduler as scheduling
+from textmill.generation.constraints import choice_grammar, json_grammar
 from textmill.generation.encoder import EncoderBatch
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, EmbedRequest, ModelStats, QueueFull, Request, Token
@@ -131,8 +132,12 @@ def test_computing_ahead_changes_no_text(generator: Generator) -> None:
         )
         for number in range(30)
     ]
+    grammars = ["", "", json_grammar({"type": "array"}, "schema"), choice_grammar(["a", "the mill"], "choices")]
     requests = [
-        dataclasses.replace(one, stop=dice.choice([(), ("e",)]), logprobs=dice.choice([0, 0, 2])) for one in requests
+        dataclasses.replace(
+            one, stop=dice.choice([(), ("e",)]), logprobs=dice.choice([0, 0, 2]), grammar=dice.choice(grammars)
+        )
+        for one in requests
     ]
     alone = [[event for _, event in generator.run([request], 1)] for request in requests]
     batch, found, waiting = generator.new_batch(4), [[] for _ in requests], list(enumerate(requests))

@@ -157,17 +157,27 @@ class RunningBatch:
             return events
         if self._pending is not None and not self._can_run_ahead():
             events += self._receive(self._pending)
+            self._compact()
             self._pending = None
             if not self.running:
                 return events
         self._slide()
-        tokens = self._decode()
-        self._last = tokens
-        if not self.run_ahead:
-            return events + self._receive(tokens)
+        logits_NV = self._decode()
         previous = self._pending
-        self._pending = tokens
-        return events + self._receive(previous) if previous is not None else events
+        # The host reads penalties' and constraints' last tokens while the GPU computes the logits after them.
+        if previous is not None and any(text.state.needs_last_token for text in self.running):
+            events += self._receive(previous)
+            previous = None
+        tokens = self._choose(logits_NV)
+        self._last = tokens
+        if self.run_ahead:
+            self._pending = tokens
+        else:
+            previous = tokens
+        if previous is not None:
+            events += self._receive(previous)
+        self._compact()
+        return events
 
     def _join(self) -> None:
         """Prefill the prompts of all waiting texts, as many at once as fit into one prefill."""
@@ -237,15 +247,9 @@ class RunningBatch:
         return True
 
     def _can_run_ahead(self) -> bool:
-        """Whether the next step needs the pending tokens on the device only, not on the host.
-
-        The host must know them for texts that end with them, that fill the context, or that have penalties or a
-        constraint.
-        """
-        return all(
-            text.state.new_tokens < text.max_new and text.cached < self.positions and not text.state.needs_last_token
-            for text in self.running
-        )
+        """Whether the next step's logits need the pending tokens on the device only, not on the host, which must know
+        them for texts that end with them or fill the context."""
+        return all(text.state.new_tokens < text.max_new and text.cached < self.positions for text in self.running)
 
     def _slide(self) -> None:
         """Continue each text that fills the context with the last half of it."""
@@ -256,10 +260,13 @@ class RunningBatch:
                     self.slots.prefill(slot, [context[:-1]])
                 text.cached = len(context) - 1
 
-    def _decode(self) -> PendingTokens:
-        """Start the computation of every text's next token."""
+    def _decode(self) -> Tensor:
+        """Start the computation of the logits of every text's next token."""
         cached = [text.cached for text in self.running]
-        logits_NV = self.slots.decode(self._last_ids(), cached)[:, : self.tokenizer.vocab]
+        return self.slots.decode(self._last_ids(), cached)[:, : self.tokenizer.vocab]
+
+    def _choose(self, logits_NV: Tensor) -> PendingTokens:
+        """Start the choice of every text's next token."""
         states = [text.state for text in self.running]
         self._rules = self._rules or collect_rules(states, self.slots.device)
         ids_N = choose_next_ids(logits_NV, states, self._rules, self.captured_sampling)
@@ -295,7 +302,7 @@ class RunningBatch:
         return dict(zip(indices, top_logprobs(logits_NV[indices], chosen, counts), strict=True))
 
     def _receive(self, tokens: PendingTokens) -> list[tuple[int, Event]]:
-        """Wait for a step's tokens, append them to their texts, and remove texts that end."""
+        """Wait for a step's tokens, and append them to their texts, of which some may end."""
         events: list[tuple[int, Event]] = []
         for index, (text, id_) in enumerate(zip(tokens.texts, tokens.host_copy.values(), strict=True)):
             if text.finished:
@@ -303,7 +310,6 @@ class RunningBatch:
             logprob, top = tokens.logprobs.get(index, (None, ()))
             for event in text.receive(id_, logprob, top):
                 events.append((text.number, event))
-        self._compact()
         return events
 
     def _compact(self) -> None:

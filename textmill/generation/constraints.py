@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag
 from numpy.typing import NDArray
 
 from textmill.config import SampleConfig
@@ -136,6 +137,7 @@ class TokenTable:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._opened: LLTokenizer | None = None
+        self._executor = LLExecutor()
 
     def new_constraint(self, grammar: str, ends: Sequence[int]) -> Constraint:
         """What follows one text; `ends` are the tokens that end it."""
@@ -147,37 +149,52 @@ class TokenTable:
                 )
             except (ValueError, RuntimeError) as error:
                 raise TextmillError(f"the model's tokenizer cannot be constrained ({error})") from None
-        return Constraint(LLMatcher(self._opened, grammar), tokenizer.vocab, tokenizer.eos_id, list(ends))
+        matcher, others = LLMatcher(self._opened, grammar), [id_ for id_ in ends if id_ != tokenizer.eos_id]
+        return Constraint(matcher, tokenizer.vocab, tokenizer.eos_id, others, self._executor)
 
 
+@dataclass(frozen=True)
 class Constraint:
     """Which tokens may come next in one text."""
 
-    def __init__(self, matcher: LLMatcher, vocab: int, eos_id: int, ends: list[int]) -> None:
-        self._matcher = matcher
-        self._vocab = vocab
-        self._eos_id = eos_id
-        self._ends = ends
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """Whether each token may come next. All tokens that end a text may, or none."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed_V = np.unpackbits(bits, count=self._vocab, bitorder="little").astype(np.bool_)
-        allowed_V[self._ends] = allowed_V[self._eos_id]
-        return allowed_V
+    matcher: LLMatcher
+    vocab: int
+    eos_id: int
+    other_ends: list[int]
+    """Tokens that end the text, besides `eos_id`."""
+    executor: LLExecutor
 
     def add(self, id_: int) -> None:
         """Append a token to the text."""
-        self._matcher.consume_token(id_)
+        self.matcher.consume_token(id_)
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow."""
-        return bool(self._matcher.is_stopped())
+        return bool(self.matcher.is_stopped())
 
     @property
     def problem(self) -> str:
         """Why the text cannot go on; empty if it can, or is complete."""
-        if not self._matcher.is_error():
+        if not self.matcher.is_error():
             return ""
-        return f"the text cannot be constrained any further: {self._matcher.get_error()[:MAX_REASON]}"
+        return f"the text cannot be constrained any further: {self.matcher.get_error()[:MAX_REASON]}"
+
+
+def allowed_tokens(constraints: Sequence[Constraint]) -> NDArray[np.uint8]:
+    """Which tokens may come next in each text, as bits: token 10 is the third lowest bit of byte 1.
+
+    All tokens that end a text may, or none. After a text that cannot go on, all tokens may.
+    """
+    first = constraints[0]
+    words_NW = np.full((len(constraints), -(-first.vocab // 32)), -1, np.int32)
+    matchers = [(one.matcher, row) for row, one in enumerate(constraints) if not one.is_complete]
+    if matchers:
+        first.executor.unsafe_compute_mask_ptr(matchers, words_NW.ctypes.data, words_NW.strides[0], len(words_NW))
+    bytes_NB = words_NW.view(np.uint8)
+    for row, one in enumerate(constraints):
+        for id_ in one.other_ends:
+            may_end = bytes_NB[row, one.eos_id // 8] >> one.eos_id % 8 & 1
+            bit = np.uint8(1 << id_ % 8)
+            bytes_NB[row, id_ // 8] = bytes_NB[row, id_ // 8] & ~bit | bit * may_end
+    return bytes_NB

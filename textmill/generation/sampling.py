@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix, to_uniform
 from textmill.devices import copy_to_device
-from textmill.generation.constraints import Constraint
+from textmill.generation.constraints import Constraint, allowed_tokens
 from textmill.kernels import sampling_triton
 from textmill.kernels.sampling_triton import RowSettings
 from textmill.kernels.triton_support import can_run_kernels
@@ -227,8 +228,24 @@ def apply_bias_and_penalties(logits_NV: Tensor, states: Sequence[SamplingState],
             logits_V -= (
                 state.counts_V * state.sample.frequency_penalty + (state.counts_V > 0) * state.sample.presence_penalty
             )
-        if state.constraint is not None:
-            logits_V.masked_fill_(copy_to_device(~state.constraint.allowed(), logits_V.device), FORBIDDEN)
+    constraints = {row: one for row in rows if (one := states[row].constraint) is not None}
+    if constraints:
+        forbid_tokens(logits_NV, list(constraints), allowed_tokens(list(constraints.values())))
+
+
+def forbid_tokens(logits_NV: Tensor, rows: list[int], allowed_NB: NDArray[np.uint8]) -> None:
+    """Mask the tokens of these rows whose bits are 0, in place."""
+    vocab, device = logits_NV.shape[1], logits_NV.device
+    if device.type == "cpu":
+        bits_NV = torch.from_numpy(np.unpackbits(allowed_NB, axis=1, count=vocab, bitorder="little"))
+    else:
+        shifts_8 = torch.arange(8, dtype=torch.uint8, device=device)
+        bits_NV = (copy_to_device(allowed_NB, device).unsqueeze(2) >> shifts_8 & 1).flatten(1)[:, :vocab]
+    if len(rows) == len(logits_NV):
+        logits_NV.masked_fill_(bits_NV == 0, FORBIDDEN)
+    else:
+        rows_N = copy_to_device(rows, device)
+        logits_NV[rows_N] = logits_NV[rows_N].masked_fill(bits_NV == 0, FORBIDDEN)
 
 
 def ban_end_tokens(
