@@ -2,9 +2,12 @@
 
     python bench/meshes.py FAMILY:AXIS=SIZE,... ...
     python bench/meshes.py gpt2:pipeline=2,tensor=2,replicate=2 llama:pipeline=2,shard=2,schedule=interleaved
+    python bench/meshes.py --cuda gpt2:shard=2,precision=bf16,compile=True
 
 The net, the batches and the processes are those of tests/engines/test_layouts.py: dropout, samples of unequal length,
 isolated documents, gradient accumulation; of BERT packed sentence pairs. Prints the largest relative differences.
+With --cuda all processes share the first GPU over gloo, and the one process to compare with is on that GPU too, not
+compiled; `precision` and `compile` then belong to the mesh.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from tests.support.compiled_process import share_the_card
 from tests.support.layout_process import config_of, started, stepped
 from tests.support.together import run_together
+from textmill.config import RunConfig
+from textmill.config.engines import MeshConfig
 from textmill.engines import open_ranks
 
 STEPS = 20
@@ -47,28 +54,41 @@ def worst(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[float, float, 
     return loss, norm, gradient
 
 
-def main(words: list[str]) -> None:
+def config_for(family: str, given: dict[str, Any], device: str, *, alone: bool = False) -> RunConfig:
+    """The config of a mesh, or that of the one process which it is compared with."""
+    mesh = {name: value for name, value in given.items() if name in MeshConfig.model_fields}
+    config = config_of({} if alone else mesh, family, blocks_for(mesh), clip=0.0)
+    settings = {name: value for name, value in given.items() if name not in mesh and not (alone and name == "compile")}
+    engine = config.engine.model_copy(update={"device": device, **settings})
+    return config.model_copy(update={"engine": engine})
+
+
+def main(device: str, words: list[str]) -> None:
     """Launch the processes of each mesh and compare."""
+    failed = False
     for word in words:
         family, _, axes = word.partition(":")
-        mesh = {
-            name: int(size) if size.isdigit() else size
-            for name, _, size in (one.partition("=") for one in axes.split(","))
-        }
+        given = {name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in axes.split(","))}
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.npz"
-            world = int(np.prod([size for size in mesh.values() if isinstance(size, int)]))
-            launched = run_together([sys.executable, __file__, "--rank", family, json.dumps(mesh), str(path)], world)
-            if launched != "ok":
-                sys.exit(launched)
+            world = int(np.prod([given.get(name, 1) for name in ("replicate", "shard", "tensor", "pipeline")]))
+            command = [sys.executable, __file__, "--rank", family, json.dumps(given), device, str(path)]
+            if (launched := run_together(command, world)) != "ok":
+                print(f"{word}: {launched}", flush=True)
+                failed = True
+                continue
             found = dict(np.load(path))
-        loss, norm, gradient = worst(found, measure(config_of({}, family, blocks_for(mesh), clip=0.0)))
+        loss, norm, gradient = worst(found, measure(config_for(family, given, device, alone=True)))
         print(f"{word}: losses {loss:.1e}, norms {norm:.1e}, gradients {gradient:.1e}", flush=True)
+    if failed:
+        sys.exit(1)
 
 
-def run_rank(family: str, mesh: str, path: str) -> None:
+def run_rank(family: str, given: str, device: str, path: str) -> None:
     """One process of a mesh; the first writes what it found."""
-    config = config_of(json.loads(mesh), family, blocks_for(json.loads(mesh)), clip=0.0)
+    config = config_for(family, json.loads(given), device)
+    if device == "cuda":
+        share_the_card()
     with closing(open_ranks(config.engine)) as ranks:
         found = measure(config, ranks)
         if ranks.first:
@@ -78,5 +98,7 @@ def run_rank(family: str, mesh: str, path: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--rank":
         run_rank(*sys.argv[2:])
+    elif sys.argv[1] == "--cuda":
+        main("cuda", sys.argv[2:])
     else:
-        main(sys.argv[1:])
+        main("cpu", sys.argv[1:])

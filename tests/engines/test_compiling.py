@@ -16,7 +16,7 @@ from tests.support.engine_runs import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.engines import on_torch
 from textmill.engines.meshes import Mesh
-from textmill.engines.on_torch import check_compile, decide_compile, try_compiler
+from textmill.engines.on_torch import decide_compile, try_compiler
 from textmill.errors import TextmillError
 from textmill.training.run_folder import describe_engine
 
@@ -82,13 +82,6 @@ def test_when_a_net_is_compiled(
     found, note = decide_compile(engine, train, Net(), device, mesh)
     assert found == compiled
     assert note.startswith("compiles in the first step") == compiled
-
-
-def test_compiled_tensor_parallelism_is_refused_on_a_gpu() -> None:
-    """Two processes on an H200 had half the gradient norm of the eager net."""
-    with pytest.raises(TextmillError, match=r"engine.mesh.tensor .* wrong gradients on a GPU"):
-        check_compile(TorchEngine(compile=True), GPU, Mesh(tensor=2))
-    check_compile(TorchEngine(compile=True), torch.device("cpu"), Mesh(tensor=2))
 
 
 @pytest.mark.usefixtures("h200")

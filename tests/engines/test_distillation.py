@@ -145,15 +145,20 @@ def test_the_student_comes_to_predict_as_its_teacher(tmp_path: Path) -> None:
 
 
 @on_a_gpu
-def test_compiled_teachers_and_loss_equal_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_teachers_and_loss_on_a_gpu_equal_the_cpu(compiled: bool, tmp_path: Path) -> None:
+    """Compiled, or with teachers and student launched as one CUDA graph."""
     config = distilling("torch", [write_teacher(tmp_path / "a")], mse=0.001, cosine=0.5, hidden=0.2)
-    on_gpu = TorchEngine(device="cuda", precision="fp32", micro_batch=4, compile=True)
+    on_gpu = TorchEngine(device="cuda", precision="fp32", micro_batch=4, compile=compiled)
     here, there = started(config), started(config.model_copy(update={"engine": on_gpu}))
-    for step in range(3):
+    for step in [0, 1, 2, 0, 1, 2]:
         one, other = (engine.train_step(batch_of(step), step, 1e-3) for engine in (here, there))
         assert other.loss == pytest.approx(one.loss, rel=1e-3)
         assert other.norm == pytest.approx(one.norm, rel=1e-3)
         assert other.terms == pytest.approx(one.terms, rel=1e-3)
+    graphs: Any = there.graphs  # type: ignore[attr-defined]
+    assert compiled == (graphs is None)
+    assert compiled or any(graphs.run_pass.graphs.values())
 
 
 def test_padding_rows_of_a_teacher_are_left_out(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from textmill.commands.plan import communication_of
 from textmill.config import DistilConfig, ModelConfig, ShapeConfig
 from textmill.engines.memory import Device, Estimator, fake_ranks
 from textmill.engines.meshes import Mesh, check_pipeline, mesh_of, stage_blocks
-from textmill.engines.on_torch import decide_compile
+from textmill.engines.on_torch import check_settings
 from textmill.engines.parallel_torch import Parallel
 from textmill.errors import TextmillError
 from textmill.models import open_family
@@ -132,13 +132,12 @@ def test_a_bert_with_labels_is_refused() -> None:
         check_pipeline(config.engine, config.train, shape, Mesh(pipeline=2))
 
 
-def test_a_pipeline_on_gpus_says_that_it_was_tested_on_cpus() -> None:
+def test_fp16_of_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of({"pipeline": 2})
-    compiled, note = decide_compile(
-        config.engine, config.train, shape_of(config), torch.device("cuda"), Mesh(pipeline=2)
-    )
-    assert not compiled
-    assert "on CPUs only: run `textmill verify` first" in note
+    engine = config.engine.model_copy(update={"precision": "auto"})
+    monkeypatch.setattr("textmill.devices._best_precision", lambda _: "fp16")
+    with pytest.raises(TextmillError, match=r"engine\.mesh\.pipeline: does not work in fp16"):
+        check_settings(engine, config.train, shape_of(config), 2)
 
 
 def test_a_loop_of_ones_own_is_refused() -> None:

@@ -19,6 +19,11 @@ from textmill.processes.ranks import Ranks
 from textmill.tokens.batches.batch import Batch
 
 VOCAB, LENGTH, PASSES, MICRO_BATCH = 512, 32, 2, 2
+FUNCTIONAL = {
+    "all_reduce": "allreduce",
+    "all_gather_into_tensor": "allgather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
 
 
 class FakeRanks(Ranks):
@@ -51,17 +56,23 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation; if it is a collective, record it."""
+        out = func(*args, **(kwargs or {}))
+        tensors = [one for given in (*args, out) for one in (given if isinstance(given, list) else [given])]
+        sizes = [one.nbytes for one in tensors if isinstance(one, torch.Tensor)]
         if func.namespace == "c10d":
             group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
-            tensors = [one for given in args for one in (given if isinstance(given, list) else [given])]
-            size = max(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
             kind = func._opname.strip("_").removesuffix("_base")
-            ring = (group.size() - 1) / group.size() * (2 if kind == "allreduce" else 1)
-            ring = {"send": 1.0, "recv": 0.0}.get(kind, ring)
-            if kind == "recv":  # ones are the votes of other pipeline stages for fixed shapes
-                next(one for one in tensors if isinstance(one, torch.Tensor)).fill_(1)
-            self.found.append(Collective(kind, group.size(), ring * size))
-        return func(*args, **(kwargs or {}))
+        elif func.namespace == "_c10d_functional" and func._opname in FUNCTIONAL:
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            kind = FUNCTIONAL[func._opname]
+        else:
+            return out
+        ring = (group.size() - 1) / group.size() * (2 if kind == "allreduce" else 1)
+        ring = {"send": 1.0, "recv": 0.0}.get(kind, ring)
+        if kind == "recv":  # ones are the votes of other pipeline stages for fixed shapes
+            next(one for one in tensors if isinstance(one, torch.Tensor)).fill_(1)
+        self.found.append(Collective(kind, group.size(), ring * max(sizes)))
+        return out
 
     def sent(self, kind: str, ranks: int) -> float:
         """All bytes sent by one kind of collective in groups of so many ranks."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from textmill.engines.meshes import Mesh, stage_blocks, stages_of
-from textmill.engines.tensor_parallel_torch import TensorParallel, all_gather, divide_net
+from textmill.engines.tensor_parallel_torch import TensorParallel, collective, divide_net
 from textmill.models import Weight
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import weights_with_adapters
@@ -262,9 +262,7 @@ def _gather_rows(local_rows: Tensor, rows: int, count: int, group: Any) -> Tenso
     size = -(-rows // count)
     padded = local_rows.new_zeros(size, *local_rows.shape[1:])
     padded[: len(local_rows)] = local_rows
-    full = local_rows.new_empty(size * count, *local_rows.shape[1:])
-    all_gather(full, padded, group=group)
-    return full[:rows]
+    return collective("all_gather_into_tensor", padded, count, group.group_name)[:rows]
 
 
 class DataParallel:

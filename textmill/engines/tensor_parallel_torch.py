@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -29,15 +28,16 @@ from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.base_torch import AdaptedLinear, AttentionDropout, BaseNet, Dropout
 
-# Torch 2.13 renames these two and deprecates the old names.
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Collective = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One tensor-parallel group. With `sequence` its ranks divide the tokens of the residual stream."""
+    """One tensor-parallel group. With `sequence` its ranks divide the tokens of the residual stream.
+
+    The collectives return new tensors: with one that writes in place, a net compiled by torch 2.11 loses the gradients
+    of what is before it (pytorch issue 180642).
+    """
 
     group: Any
     rank: int
@@ -58,24 +58,18 @@ class TensorParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks."""
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+        return collective("all_reduce", x, "sum", self.group.group_name)
 
     def gather(self, x_NTE: Tensor) -> Tensor:
         """All ranks' tokens, in rank order."""
-        samples, tokens, width = x_NTE.shape
-        parts = x_NTE.new_empty(self.count * samples, tokens, width)
-        all_gather(parts, x_NTE.contiguous(), group=self.group)
-        return parts.view(self.count, samples, tokens, width).movedim(0, 1).flatten(1, 2)
+        parts = collective("all_gather_into_tensor", x_NTE, self.count, self.group.group_name)
+        return parts.view(self.count, *x_NTE.shape).movedim(0, 1).flatten(1, 2)
 
     def reduce_scatter(self, x_NTE: Tensor) -> Tensor:
         """This rank's tokens of the sum over ranks."""
         samples, tokens, width = x_NTE.shape
         parts = x_NTE.reshape(samples, self.count, tokens // self.count, width).movedim(1, 0).flatten(0, 1)
-        own = torch.empty_like(parts[:samples])
-        reduce_scatter(own, parts, group=self.group)
-        return own
+        return collective("reduce_scatter_tensor", parts, "sum", self.count, self.group.group_name)
 
 
 class _Collective(torch.autograd.Function):
@@ -89,6 +83,13 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.run_backward(gradient), None, None
+
+
+def collective(name: str, x: Tensor, *arguments: Any) -> Tensor:
+    """A functional collective of torch: its result, in a new tensor."""
+    operations = torch.ops._c10d_functional
+    values: Tensor = operations.wait_tensor(getattr(operations, name)(x.contiguous(), *arguments))
+    return values
 
 
 def _identity(x: Tensor) -> Tensor:
