@@ -193,7 +193,7 @@ async def run_clients(port: int, bodies: list[bytes], seconds: float) -> float:
 
 def measure_clients(new: int, tiny: bool, family: str) -> dict[str, float]:
     """Return the tokens/s of 64 clients of a server, for each kind of request."""
-    rates, seconds = {}, 2.0 if tiny else 8.0
+    rates, seconds = {}, 2.0 if tiny else 5.0
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), new_tokenizer()
         size = ModelConfig(family=family, size="nano" if tiny else "small")
