@@ -3,8 +3,9 @@
 `textmill train recipe.yaml train.steps=9 --force` goes through `main`, `_run`, `_parse` and `_call`:
 
     _parse   positional arguments ["recipe.yaml"], settings ["train.steps=9"], flag values {"force": "yes"}
-    _call    opens recipe.yaml with these settings as a RunConfig and calls textmill.training.loop.train(config,
-             force="yes"), as the row of `train` in commands/table.py describes it
+    _call    opens recipe.yaml with these settings as a RunConfig and calls
+             textmill.training.generations.train(config, force="yes"), as the row of `train` in commands/table.py
+             describes it
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from tests.support.model_folders import korean_tokenizer, write_folder
 from tests.support.small_runs import config_for
 from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
+from textmill.commands.run import second_generation
 from textmill.engines.distillation import teacher_flops
 from textmill.errors import TextmillError
-from textmill.planning.project_file import second_generation
 from textmill.training.loop import train
 from textmill.training.start import check_start
 from textmill.where import open_where
@@ -84,7 +84,7 @@ def test_adapters_on_the_teacher_start_without_a_difference(root: Path) -> None:
 
 
 def test_the_second_generation_that_is_proposed(root: Path) -> None:
-    """The command that `new` and `run` print trains the same model with the first run as its teacher."""
+    """The command that `run` prints trains the same model with the first run as its teacher."""
     command, *settings = shlex.split(second_generation(shlex.quote(str(root)), str(root / "teacher")))[1:]
     assert (command, settings[0]) == ("run", str(root))
     train(config_for(root, root / "unused", 3, *EVERY, *settings[1:]))

@@ -12,6 +12,7 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.commands.evaluate import evaluate
 from textmill.config import RunConfig
 from textmill.devices import open_device
+from textmill.errors import TextmillError
 from textmill.generation import generate
 from textmill.models import find_run_model
 from textmill.models.base_torch import BaseNet
@@ -24,6 +25,7 @@ from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 from textmill.training import loop
+from textmill.training.generations import split_generations
 from textmill.where import Settings, open_config, open_where
 
 
@@ -66,7 +68,7 @@ class Run:
 
     def batch(self, step: int) -> Batch:
         """The whole batch of a training step, counted from 1, in numpy."""
-        config = loop.complete_config(self.config, "no", SINGLE_PROCESS)
+        config = loop.complete_config(split_generations(self.config)[-1], "no", SINGLE_PROCESS)
         _, _, batches, _ = loop.prepare_run(config, "no", "latest")
         return batches.batch_at(step - 1)
 
@@ -98,4 +100,10 @@ def open_training(
     change: bool = False,
 ) -> AbstractContextManager[loop.Training | loop.DoneTraining]:
     """A run whose steps the caller computes: what the command `train` iterates over."""
-    return loop.open_training(open_config(where, settings), force, step, change=change)
+    config = open_config(where, settings)
+    if config.train.generations > 1:
+        raise TextmillError(
+            "train.generations: a loop of your own trains one of them; set it to 1, and for the next one "
+            "train.distil.teachers=[RUN]"
+        )
+    return loop.open_training(config, force, step, change=change)

@@ -24,6 +24,7 @@ from textmill.commands.evaluate import check_evaluation, evaluate
 from textmill.commands.prepare import prepare
 from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig, StageName, TokenizerConfig
 from textmill.config.own_files import is_own_file
+from textmill.config.yaml_text import format_yaml_value
 from textmill.corpus.shards import open_corpus
 from textmill.engines.early_import import import_torch_meanwhile
 from textmill.errors import TextmillError
@@ -33,7 +34,6 @@ from textmill.generation.chat import answer
 from textmill.generation.fill import fill
 from textmill.generation.prompts import find_prompts
 from textmill.models import Shape, count_blocks_and_head, label_head_of, open_family, read_shape
-from textmill.planning.project_file import second_generation
 from textmill.planning.verdict import FinishedRun, State, describe_quality, describe_state, read_curves, state_of
 from textmill.runners import share_runner
 from textmill.storage.files import check_folder, claim_folder, format_path, read_json, write_json
@@ -42,7 +42,7 @@ from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.tokens.vocabulary.tokenizer import tokenizer_of
-from textmill.training.loop import train
+from textmill.training.generations import check_processes, train
 from textmill.training.run_folder import SUMMARY_FILE
 from textmill.training.start import check_start, use_imported_model
 from textmill.where import open_where
@@ -87,6 +87,7 @@ def check_before_work(config: RunConfig) -> RunConfig:
 
     Unless all is well, nothing that is written here is left.
     """
+    check_processes(config.train)
     names: tuple[StageName, ...] = () if config.tokens.use else ("corpus", "tokenizer", "tokens")
     for name in names:
         if not ((folder := config.folder_of(name)) / MANIFEST).is_file():
@@ -188,7 +189,8 @@ def _describe_run(config: RunConfig, folder: Path, checkpoint: Path) -> Finished
     valid_losses, train_loss, epochs = read_curves(folder)
     tokens = read_json(last_checkpoint / "progress.json")["tokens"] if epochs is None else round(epochs * unique_tokens)
     shape = read_shape(checkpoint)
-    plain_loss = not (config.train.distil.teachers or config.train.label_smoothing)
+    train = config.train
+    plain_loss = not (train.distil.teachers or train.generations > 1 or train.label_smoothing)
     return FinishedRun(
         parameters=count_blocks_and_head(shape),
         unique_tokens=unique_tokens,
@@ -275,7 +277,7 @@ def improving_commands(config: RunConfig, state: State, where: str) -> list[str]
     if state == "unknown":  # without a valid split nothing can be tuned, and nobody knows whether more time helps
         return [with_more_text]
     if state == "limited by the text":
-        if train.distil.teachers or train.layout == "masked":
+        if train.distil.teachers or train.generations > 1 or train.layout == "masked":
             return [tune, with_more_text]
         return [second_generation(where, run), tune, with_more_text]
     if train.minutes is None:
@@ -288,6 +290,15 @@ def improving_commands(config: RunConfig, state: State, where: str) -> list[str]
     sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.paths)
     same = f" --family {name}" if name in SIZES else ""  # without it, `new` may choose another family
     return [f"textmill new {_free_name('longer')} {sources}{same} --minutes {4 * train.minutes:g}", tune]
+
+
+def second_generation(where: str, run: str) -> str:
+    """The command that trains the same model again, taught by the first: worth it if the text limits the model.
+
+    `where` is WHERE, quoted for the shell.
+    """
+    settings = f"train.folder={run}-2", f"train.distil.teachers={format_yaml_value([run])}", "train.seed=2"
+    return " ".join(["textmill run", where, *map(shlex.quote, settings)])
 
 
 def _free_name(name: str) -> str:

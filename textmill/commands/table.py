@@ -232,7 +232,7 @@ COMMANDS = {
         takes_settings=False,
     ),
     "train": Command(
-        "textmill.training.loop:train",
+        "textmill.training.generations:train",
         "train a model, or resume training",
         sections=("model", "train", "engine", "sample", "track"),
         settings=(

@@ -169,6 +169,21 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_generations(self) -> RunConfig:
+        """All generations but the first have a teacher."""
+        train = self.train
+        wrong = {
+            f"train.layout={train.layout}": train.layout in ("masked", "labelled"),
+            "train.distil.teachers": bool(train.distil.teachers),
+            "engine.mesh.pipeline": isinstance(self.engine, TorchEngine) and self.engine.mesh.pipeline > 1,
+        }
+        if train.generations > 1 and (reason := self.engine.refused.get("train.distil.teachers")):
+            raise TextmillError(f"train.generations: {reason}; set engine.kind=torch, or remove it")
+        if train.generations > 1 and (found := [setting for setting, is_set in wrong.items() if is_set]):
+            raise TextmillError(f"train.generations: does not work with {found[0]}; remove one of the two")
+        return self
+
     def folder_of(self, stage: StageName) -> Path:
         """A stage's folder."""
         named = getattr(self, stage).folder

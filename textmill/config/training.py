@@ -314,6 +314,9 @@ class TrainConfig(Section):
     average. Training continues with the weights themselves."""
     distil: DistilConfig = DistilConfig()
     """Distillation from teacher models."""
+    generations: int = Field(1, ge=1)
+    """Train the model so many times, each time from other random weights and taught by the one before; they share
+    `train.minutes`. The last one is the result; the others are in `generation-1` and so on, in the run folder."""
     loss: Literal["token_mean", "sample_mean"] | str = source("token_mean", suffix=".py")
     """token_mean: mean over all loss tokens of the step; sample_mean: mean of each sample's mean; or a Python file with
     your own, as in `train.optimizer`."""

@@ -34,6 +34,7 @@ from textmill.storage.stages import list_changes, open_manifest
 from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.splits import Splits
 from textmill.track.jsonl import METRICS_FILE, read_metrics
+from textmill.training.generations import split_generations
 from textmill.training.loop import train
 from textmill.training.run_length import plan_run_length
 from textmill.training.start import own_parts
@@ -79,7 +80,7 @@ class Tuning:
                 f"{self.folder / TRIALS_FILE}: its trials had other settings ({'; '.join(changes)}); "
                 "restore them, or start again with --force"
             )
-        full_minutes = self.config.train.minutes
+        full_minutes = split_generations(self.config)[0].train.minutes  # a trial is one generation
         minutes = stored["trial_minutes"] if stored else trial_minutes(self.minutes, full_minutes)
         finished = {_key(row): Result(**row["result"]) for row in stored["trials"]} if stored else {}
         earlier_seconds = sum(result.seconds for result in finished.values())

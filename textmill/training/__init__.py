@@ -7,6 +7,7 @@
 `step` counts from 0. `done` is the number of finished steps, and the step's number in logs and checkpoints. The other
 modules, in the order in which the loop calls them:
 
+generations.py     calls the loop several times, for `train.generations`
 auto_preset.py     what `train.preset=auto` sets
 start.py           a new run or a checkpoint to resume from; changing.py: `train --change`
 run_length.py      the number of steps; timing.py: throughput, and `train.minutes`
