@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.machines import H200, TWO_CORES
+from textmill.commands.run import second_generation
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import parse_settings, read_yaml
 from textmill.corpus.inspection import RecordFacts
@@ -162,16 +164,21 @@ def test_a_run_that_its_epochs_end_soon_is_not_compiled_whatever_its_minutes() -
     assert plan_for(text_of(1e9), H200, 30).compiled
 
 
-def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() -> None:
+def test_a_second_generation_is_planned_if_the_text_needs_less_than_the_time() -> None:
     text = text_of(1e5)
     short, long = (plan_for(text, TWO_CORES, minutes) for minutes in (0.2, 600))
-    assert not short.ends_early
-    assert long.ends_early
-    projects = [Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan) for plan in (short, long)]
-    written = [project_yaml(project) for project in projects]
-    assert "train.distil" not in written[0]
-    commands = [line.lstrip("# ") for line in written[1].splitlines() if "train.distil" in line]
-    assert commands == ["textmill run x train.folder=x/run-2 'train.distil.teachers=[x/run]' train.seed=2"]
+    once = plan_for(text, TWO_CORES, 1.1 * long.seconds / 60 + 0.2)  # it ends early, but a second one does not fit
+    assert [plan.ends_early for plan in (short, once, long)] == [False, True, True]
+    assert [plan.generations for plan in (short, once, long)] == [1, 1, 2]
+    assert long.all_seconds == 3 * long.seconds, "a step with a teacher takes up to twice as long"
+    for plan in (short, once, long):
+        written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan))
+        config = RunConfig.model_validate(yaml.safe_load(written))
+        assert config.train.generations == plan.generations
+        assert ("0.02 bits per byte better" in written) == (plan.generations == 2)
+    assert plan_for(text, TWO_CORES, 600, "bert").generations == 1
+    minutes = default_minutes(text, TWO_CORES)
+    assert plan_for(text, TWO_CORES, minutes).generations == 2, "they are in the minutes if the user names none"
 
 
 @pytest.mark.parametrize("key", ["content", "[]", "1e5", "a.b[]"])
@@ -188,7 +195,7 @@ def test_the_field_with_the_text_reads_back(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_the_parameters_of_a_plan_are_those_of_its_file(family: str, minutes: float, tmp_path: Path) -> None:
     text = text_of(1e5)
-    plan = plan_for(text, TWO_CORES, minutes)
+    plan = plan_for(text, TWO_CORES, minutes, family)
     project = Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan, family)
     (tmp_path / "a.yaml").write_text(project_yaml(project))
     model = RunConfig.model_validate(read_yaml(tmp_path / "a.yaml")[0]).model
@@ -201,8 +208,9 @@ def test_proposed_commands_can_be_pasted_for_any_folder(folder: str) -> None:
     text = text_of(1e5)
     project = Project(folder, ["a.txt"], RecordFacts(), text, TWO_CORES, plan_for(text, TWO_CORES, 600))
     commands = [line.lstrip("# ") for line in project_yaml(project).splitlines() if line.startswith("#   textmill run")]
-    first, second = (shlex.split(command, comments=True) for command in commands)
-    assert first == ["textmill", "run", folder]
-    assert second[:3] == first
-    found = parse_settings(second[3:])["train"]
+    assert shlex.split(commands[0], comments=True) == ["textmill", "run", folder]
+    where = shlex.quote(folder)
+    words = shlex.split(second_generation(where, f"{folder}/run"))
+    assert words[:3] == ["textmill", "run", folder]
+    found = parse_settings(words[3:])["train"]
     assert (found["folder"], found["distil"]["teachers"]) == (f"{folder}/run-2", [f"{folder}/run"])

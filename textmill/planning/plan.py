@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from textmill.engines import MANY_CORES, shortest_compiled_run
+from textmill.engines.distillation import generations_cost
 from textmill.models import open_family
 from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS
 from textmill.training.auto_preset import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
 
+GENERATIONS = 2
+"""As many if there is time for all: the second one is better than the first; more are not measured."""
 WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
 VOCABS = (512, 1024, 2048, 4096, 8192, 16384, 32000)
@@ -175,9 +178,16 @@ class Plan:
     train_tokens: int
     """Unique tokens of the train split."""
     seconds: float
-    """Estimated seconds of training."""
+    """Estimated seconds of training, of the first generation."""
     compiled: bool
     """Whether the net is compiled: on a GPU, if that saves more time than it takes."""
+    generations: int = 1
+    """`train.generations`: another one if the text, not the time, is the limit."""
+
+    @property
+    def all_seconds(self) -> float:
+        """Estimated seconds of training, of all generations."""
+        return self.seconds * generations_cost(self.generations)
 
     def is_untied(self, family: str) -> bool:
         """Whether the head has weights of its own: that of a Llama, in few epochs."""
@@ -202,6 +212,8 @@ def plan_for(text: TextProfile, machine: MachineProfile, minutes: float, family:
     length = min(_length(text, machine, net, run_tokens), MASKED_LENGTH if masked else MAX_LENGTH)
     batch = max(1, round(max(MIN_BATCH_TOKENS, best_batch_tokens("muon", run_tokens)) / length))
     steps = max(20, round(run_tokens / (batch * length)))
+    seconds = pace.seconds_for(machine, net.multiplied_parameters, run_tokens)
+    has_time_left = net.epochs > MAX_EPOCHS and seconds * generations_cost(GENERATIONS) <= training_seconds
     settings = auto_settings("muon", net.width, net.parameters, net.unique_tokens, run_tokens, batch * length)
     return Plan(
         vocab=net.vocab,
@@ -221,7 +233,8 @@ def plan_for(text: TextProfile, machine: MachineProfile, minutes: float, family:
         parameters=net.parameters,
         train_tokens=round(net.unique_tokens),
         compiled=pace.compiled,
-        seconds=pace.seconds_for(machine, net.multiplied_parameters, run_tokens),
+        seconds=seconds,
+        generations=GENERATIONS if has_time_left and not masked else 1,
     )
 
 
@@ -293,7 +306,7 @@ def default_minutes(text: TextProfile, machine: MachineProfile, family: str = "g
     plan = plan_for(text, machine, max_minutes, family)
     if not plan.ends_early:
         return max_minutes
-    return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine, max_minutes)) / 60) / 10)
+    return min(max_minutes, math.ceil(10 * (plan.all_seconds + _other_seconds(text, machine, max_minutes)) / 60) / 10)
 
 
 def auto_family(text: TextProfile, machine: MachineProfile, minutes: float) -> str:
