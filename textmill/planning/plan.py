@@ -19,6 +19,9 @@ from textmill.training.auto_preset import MAX_EPOCHS, auto_settings, best_batch_
 
 GENERATIONS = 2
 """As many if there is time for all: the second one is better than the first; more are not measured."""
+SPARE_TIME = 1.5
+"""As much time as they are expected to need must be there, since two generations that both have to end sooner are worse
+than one; what is not needed is not used."""
 WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
 VOCABS = (512, 1024, 2048, 4096, 8192, 16384, 32000)
@@ -213,7 +216,8 @@ def plan_for(text: TextProfile, machine: MachineProfile, minutes: float, family:
     batch = max(1, round(max(MIN_BATCH_TOKENS, best_batch_tokens("muon", run_tokens)) / length))
     steps = max(20, round(run_tokens / (batch * length)))
     seconds = pace.seconds_for(machine, net.multiplied_parameters, run_tokens)
-    has_time_left = net.epochs > MAX_EPOCHS and seconds * generations_cost(GENERATIONS) <= training_seconds
+    wanted_seconds = SPARE_TIME * seconds * generations_cost(GENERATIONS)
+    has_time_left = net.epochs > MAX_EPOCHS and wanted_seconds <= training_seconds
     settings = auto_settings("muon", net.width, net.parameters, net.unique_tokens, run_tokens, batch * length)
     return Plan(
         vocab=net.vocab,
@@ -306,7 +310,8 @@ def default_minutes(text: TextProfile, machine: MachineProfile, family: str = "g
     plan = plan_for(text, machine, max_minutes, family)
     if not plan.ends_early:
         return max_minutes
-    return min(max_minutes, math.ceil(10 * (plan.all_seconds + _other_seconds(text, machine, max_minutes)) / 60) / 10)
+    seconds = plan.all_seconds * (SPARE_TIME if plan.generations > 1 else 1)
+    return min(max_minutes, math.ceil(10 * (seconds + _other_seconds(text, machine, max_minutes)) / 60) / 10)
 
 
 def auto_family(text: TextProfile, machine: MachineProfile, minutes: float) -> str:
