@@ -17,6 +17,7 @@ from textmill.checkpoints.folders import open_model
 from textmill.cli import main
 from textmill.commands.run import run
 from textmill.errors import TextmillError
+from textmill.reports.run_files import find_run
 from textmill.storage import faults
 from textmill.training import loop
 from textmill.training.generations import split_generations, train
@@ -77,6 +78,7 @@ def test_a_killed_generation_resumes_and_a_finished_one_is_not_trained_again(
     with pytest.raises(RuntimeError, match="killed"):
         train(config)
     first = folder / "generation-1"
+    assert find_run(str(folder)) == (folder if at > STEPS else first)
     finished = hash_checkpoint(first, STEPS) if at > STEPS else ""
     steps.clear()
     monkeypatch.setattr(faults, "break_process", record)

@@ -204,13 +204,16 @@ def list_runs(folder: Path) -> list[Path]:
 
 
 def find_run(where: str) -> Path:
-    """The run folder at WHERE: the folder itself, its project, or the run of one of its checkpoints."""
+    """The run folder at WHERE: the folder itself, its project, or the run of one of its checkpoints; before the
+    last one of `train.generations` begins, the latest one before it."""
     folder = Path(where)
     if not folder.is_dir():
         raise TextmillError(f"{where}: no such folder; name the folder of a run or of its project")
     for place in (folder, folder / STAGE_FOLDERS["train"], folder.resolve().parent):
         if is_run(place):
             return place
+        if generations := list(filter(is_run, place.glob("generation-*"))):
+            return max(generations, key=lambda one: (len(one.name), one.name))
     if (folder / PROJECT_YAML).is_file():
         raise TextmillError(f"{where}: no run there yet; {advise_training(folder)}")
     raise TextmillError(
