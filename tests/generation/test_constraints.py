@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
+from textmill.generation import constraints
 from textmill.generation.constraints import (
     TokenTable,
     allowed_tokens,
@@ -125,6 +127,19 @@ def test_json_has_the_whitespace_that_is_usual(generator: Generator, text: str, 
         followed.append(bool(allowed_tokens([constraint])[0, id_ // 8] >> id_ % 8 & 1))
         constraint.add(id_)
     assert all(followed) == allowed
+
+
+def test_a_mask_that_takes_too_long_ends_the_text_with_an_error(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = lark_grammar('start: "(" item ("," item)* ")"\nitem: /[a-z]{1,20}/ | start | /[0-9]+x[a-z]*q/', "grammar")
+    limits = LLParserLimits(step_lexer_fuel=10)
+    monkeypatch.setattr(constraints, "LLMatcher", lambda *given: LLMatcher(*given, limits=limits))
+    request = Request(
+        tuple(generator.tokenizer.encode("The")), SampleConfig(max_tokens=30, temperature=0), grammar=grammar
+    )
+    with pytest.raises(TextmillError, match="the text cannot be constrained any further"):
+        list(generator.run([request], 1))
 
 
 def test_a_text_is_the_same_alone_and_in_a_batch(generator: Generator) -> None:

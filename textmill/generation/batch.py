@@ -371,13 +371,14 @@ class RunningText:
         """
         if id_ < 0:
             return [self.finish("error", NOT_FINITE)]
+        constraint = self.state.constraint
         if id_ in self.state.ends:
-            return [self.finish("stop")]
+            problem = constraint.problem if constraint is not None else ""
+            return [self.finish("error", problem) if problem else self.finish("stop")]
         self.ids.append(id_)
         self.received += 1
         self.state.add(id_)
         token = Token(id_, self.stops.add(self.decoder.add(id_)), logprob, top)
-        constraint = self.state.constraint
         if constraint is not None and constraint.problem:
             return [token, self.finish("error", constraint.problem)]
         if self.stops.hit or (constraint is not None and constraint.is_complete):
