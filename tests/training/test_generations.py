@@ -95,6 +95,22 @@ def test_a_killed_generation_resumes_and_a_finished_one_is_not_trained_again(
     assert "done already" in printed
 
 
+def test_a_forced_run_that_is_killed_goes_on_without_force(
+    root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(root, Path(shutil.copytree(whole, root / "forced-and-killed")), STEPS, *TWO)
+
+    def die(step: int | str) -> None:
+        if step == 3:
+            raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "break_process", die)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(config, "yes")
+    assert hash_checkpoint(train(config), STEPS) == hash_checkpoint(whole, STEPS)
+
+
 @pytest.mark.long
 def test_a_command_killed_in_each_generation_gives_the_same_bits(root: Path, whole: Path) -> None:
     folder = root / "really-killed"
@@ -158,6 +174,14 @@ def test_each_generation_begins_with_its_share_of_the_time_that_is_left(
     train(config, started=0.0, evaluates=True)
     part = 540 / (2 * generations - 1)
     assert ends == pytest.approx([60 + part * (2 * number + 1) for number in range(generations)])
+    # Begun again after the first generation, which took its share: the others have theirs.
+    whole = ends[-1]
+    ends[:] = ends[:1]
+    now = 0.0
+    monkeypatch.setattr("textmill.training.generations._first_unfinished", lambda _: 2)
+    train(config, started=0.0, evaluates=True)
+    assert ends[-1] == pytest.approx(600 * (2 * generations - 2) / (2 * generations - 1))
+    assert ends[-1] < whole
 
 
 @pytest.mark.parametrize(

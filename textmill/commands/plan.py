@@ -67,6 +67,7 @@ def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[s
     near = [] if fits else nearest_fitting(config.engine, estimator, target)
     figures: dict[str, Any] = {
         "machine": _describe_target(target),
+        "generations": config.train.generations,
         "parameters": parameters_by_part(shape, config.model.lora),
         "trained": _count(estimator.trained),
         "memory": _describe_memory(config.engine.activation_checkpointing, estimate),
@@ -489,6 +490,11 @@ def format_plan(figures: dict[str, Any]) -> str:
     """All parts of a plan, one line for each figure."""
     machine = figures["machine"]
     lines = [f"machine: {machine['devices']} x {machine['device']} with {machine['memory'] / GB:,.1f} GB"]
+    if figures["generations"] > 1:
+        lines.append(
+            f"train.generations={figures['generations']}: the figures are the first one's; with a teacher, which takes "
+            "memory for its weights, a step takes up to twice as long"
+        )
     lines += ["", *_table("parameters", {**figures["parameters"], "all": sum(figures["parameters"].values())}, "{:,}")]
     if figures["trained"] != sum(figures["parameters"].values()):
         lines.append(f"  trained: {figures['trained']:,}")

@@ -54,13 +54,13 @@ def watch(where: str) -> None:
         print("\n".join(describe_run(read_run(folder))))
         return
     with suppress(KeyboardInterrupt):
-        _refresh(folder)
+        _refresh(where)
 
 
-def _refresh(folder: Path) -> None:
+def _refresh(where: str) -> None:
     before = ""
     while True:
-        lines = "\n".join(describe_run(read_run(folder)))
+        lines = "\n".join(describe_run(read_run(find_run(where))))  # another run if a generation has ended
         if lines != before:
             print(f"{CLEAR}{lines}\n\nrefreshed when the run logs; Ctrl-C ends", flush=True)
         before = lines

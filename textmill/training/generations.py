@@ -7,6 +7,8 @@ ones before in subfolders of it. So every other command finds the last one, and 
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import time
 from pathlib import Path
@@ -16,9 +18,10 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.engines.distillation import generations_cost
 from textmill.errors import TextmillError
 from textmill.processes.launch import read_launch
-from textmill.storage.files import format_path
+from textmill.storage.files import claim_folder, format_path
 from textmill.storage.stages import Force
 from textmill.training import loop
+from textmill.training.run_folder import clean_run_folder
 
 
 def train(
@@ -36,7 +39,14 @@ def train(
     started = time.perf_counter() if started is None else started
     generations = split_generations(config)
     count = len(generations)
-    for number in range(_first_unfinished(generations) if force == "no" else 1, count + 1):
+    first = _first_unfinished(generations) if force == "no" else 1
+    if first > 1 and config.train.minutes is not None:  # the generations that are finished took their shares
+        left = math.prod(1 - _share_of_minutes(number, count) for number in range(1, first))
+        started -= 60 * config.train.minutes * (1 - left)
+    if force == "yes":  # else a command that is killed in the first one would leave later ones of another teacher
+        for later in generations[1:]:
+            _remove_run(later.folder_of("train"))
+    for number in range(first, count + 1):
         generation = generations[number - 1]
         if count > 1:
             where = format_path(generation.folder_of("train"))
@@ -47,6 +57,7 @@ def train(
         last = number == count
         loop.train(generation, force, step, change=change, started=start, evaluates=evaluates and last)
         step, change = "latest", False
+        gc.collect()  # the engine, which is part of a cycle, before the next one is opened
     return config.folder_of("train")
 
 
@@ -84,14 +95,20 @@ def _share_of_minutes(number: int, count: int) -> float:
     return 1 / generations_cost(count) if number == 1 else 1 / (count - number + 1)
 
 
+def _remove_run(folder: Path) -> None:
+    if list_checkpoints(folder):
+        with claim_folder(folder, "train.folder", first=True):
+            clean_run_folder(folder, 0)
+
+
 def _first_unfinished(generations: list[RunConfig]) -> int:
     """The number of the last generation that has a checkpoint: those before it are finished; 1 if none has."""
     folders = [generation.folder_of("train") for generation in generations]
     begun = [bool(list_checkpoints(folder)) for folder in folders]
     if begun[-1] and not all(begun):
         raise TextmillError(
-            f"train.generations: {folders[-1]} has checkpoints, but {folders[begun.index(False)]} has none; if it was "
-            "trained without generations, set train.generations=1; else choose another train.folder, or start from "
-            "scratch with --force"
+            f"train.generations: {folders[-1]} has checkpoints, but {folders[begun.index(False)]} has none; put it "
+            "back if it was moved, set train.generations back if it was changed (1: none), choose another "
+            "train.folder, or start from scratch with --force"
         )
     return max(1, sum(begun))

@@ -134,7 +134,8 @@ class RunLength:
     def describe(self) -> str:
         """The length of the run in one line."""
         if not self.known:
-            return f"as many steps as fit in train.minutes={round(self.train.minutes, 2):g}; the first steps are timed"
+            minutes = round(self.train.minutes or 0, 2)
+            return f"as many steps as fit in train.minutes={minutes:g}; the first steps are timed"
         sizes = self.sizes.phases
         batch = f"{self.train.batch:,} samples"
         if len(sizes) > 1 and not self.train.batch_rampup:
