@@ -125,10 +125,9 @@ def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world
     device = own_device(engine.device)
     if engine.precision == "fp8":
         check_fp8(device)
-    if mesh.pipeline > 1 and torch_dtype(engine.precision, device) == torch.float16:
-        raise TextmillError(
-            "engine.mesh.pipeline: does not work in fp16, the precision of this GPU; set engine.precision=fp32"
-        )
+    setting = "engine.mesh.pipeline" if mesh.pipeline > 1 else "engine.sync_every" if mesh.local else ""
+    if setting and torch_dtype(engine.precision, device) == torch.float16:
+        raise TextmillError(f"{setting}: does not work in fp16, the precision of this GPU; set engine.precision=fp32")
 
 
 def new_engine(
