@@ -35,6 +35,8 @@ TREE_TOKENS = 256
 TREE_CONTEXTS = 4
 """A tree grows up to this many tokens, or this many times its context: attention is quadratic in its size, so sharing
 a short context among many continuations would cost more than it saves."""
+MAX_JOINED_TOKENS = 4096
+"""At most, for trees that share a beginning: the mask of a row has the square of so many values."""
 
 
 @dataclass
@@ -138,7 +140,8 @@ class _Group:
             shared = shared[: common_length(shared, tree.context)]
         tokens = self.tokens + tree.tokens
         saves = len(shared) * count > len(self.shared) * (count - 1)
-        if not saves or tokens - len(shared) * count > max(TREE_TOKENS, TREE_CONTEXTS * len(shared)):
+        limit = min(max(TREE_TOKENS, TREE_CONTEXTS * len(shared)), MAX_JOINED_TOKENS)
+        if not saves or tokens - len(shared) * count > limit:
             return False
         self.trees.append(tree)
         self.shared = shared
