@@ -57,7 +57,8 @@ def train(
         last = number == count
         loop.train(generation, force, step, change=change, started=start, evaluates=evaluates and last)
         step, change = "latest", False
-        gc.collect()  # the engine, which is part of a cycle, before the next one is opened
+        if not last:
+            gc.collect()  # the engine, which is part of a cycle, before the next one is opened
     return config.folder_of("train")
 
 
