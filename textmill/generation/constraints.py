@@ -136,21 +136,20 @@ class TokenTable:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._opened: LLTokenizer | None = None
-        self._executor = LLExecutor()
+        self._opened: tuple[LLTokenizer, LLExecutor] | None = None
 
     def new_constraint(self, grammar: str, ends: Sequence[int]) -> Constraint:
         """What follows one text; `ends` are the tokens that end it."""
         tokenizer = self._tokenizer
         if self._opened is None:
             try:
-                self._opened = LLTokenizer(
-                    tokenizer.inner.to_str(), n_vocab=tokenizer.vocab, eos_token=tokenizer.eos_id
-                )
+                opened = LLTokenizer(tokenizer.inner.to_str(), n_vocab=tokenizer.vocab, eos_token=tokenizer.eos_id)
             except (ValueError, RuntimeError) as error:
                 raise TextmillError(f"the model's tokenizer cannot be constrained ({error})") from None
-        matcher, others = LLMatcher(self._opened, grammar), [id_ for id_ in ends if id_ != tokenizer.eos_id]
-        return Constraint(matcher, tokenizer.vocab, tokenizer.eos_id, others, self._executor)
+            self._opened = opened, LLExecutor()  # its threads too are for constrained texts only
+        opened, executor = self._opened
+        other_ends = [id_ for id_ in ends if id_ != tokenizer.eos_id]
+        return Constraint(LLMatcher(opened, grammar), tokenizer.vocab, tokenizer.eos_id, other_ends, executor)
 
 
 @dataclass(frozen=True)
