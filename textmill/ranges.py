@@ -1,6 +1,8 @@
-"""Ranges of numbers as arrays, for gathering many slices of an array at once."""
+"""Ranges of numbers as arrays, for gathering many slices of an array at once; and the common beginning of two texts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,3 +17,12 @@ def expand_ranges(starts: NDArray[np.int64] | int, counts: NDArray[np.int64]) ->
     numbers = np.repeat(starts - numbers_before, counts)
     numbers += np.arange(len(numbers))
     return numbers
+
+
+def count_common(first: Sequence[int] | NDArray[np.int64], second: Sequence[int] | NDArray[np.int64]) -> int:
+    """How many tokens two texts have in common from their start."""
+    length = min(len(first), len(second))
+    if not length or first[0] != second[0]:
+        return 0
+    differs = np.asarray(first[:length]) != np.asarray(second[:length])
+    return int(differs.argmax()) if differs.any() else length

@@ -11,10 +11,11 @@ import torch
 from tests.support.small_models import write_model
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import SampleConfig, TorchEngine
-from textmill.generation.batch import PrefixCache, count_common
+from textmill.generation.batch import PrefixCache
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Request
 from textmill.models.llama import family as llama
+from textmill.ranges import count_common
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.ranges import expand_ranges
+from textmill.ranges import count_common, expand_ranges
 
 Ids = tuple[int, ...]
 SHARED_TOKENS = 32
@@ -137,7 +137,7 @@ class _Group:
         count = len(self.trees)
         shared = self.shared
         if tree.context[: len(shared)] != shared:
-            shared = shared[: common_length(shared, tree.context)]
+            shared = shared[: count_common(shared, tree.context)]
         tokens = self.tokens + tree.tokens
         saves = len(shared) * count > len(self.shared) * (count - 1)
         limit = min(max(TREE_TOKENS, TREE_CONTEXTS * len(shared)), MAX_JOINED_TOKENS)
@@ -156,16 +156,6 @@ class _Group:
             tree.context = tree.context[len(self.shared) :]
             tree.tokens -= len(self.shared)
         return Tree(self.shared, children=self.trees)
-
-
-def common_length(*sequences: Sequence[int]) -> int:
-    """How many ids all sequences begin with."""
-    length = 0
-    for ids in zip(*sequences, strict=False):
-        if len(set(ids)) > 1:
-            break
-        length += 1
-    return length
 
 
 def pack(

@@ -39,6 +39,7 @@ from textmill.generation.sampling import (
 )
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots
+from textmill.ranges import count_common
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 NOT_FINITE = (
@@ -468,12 +469,3 @@ class PrefixCache:
         self._texts.append(SavedText(new, memory))
         while self.tokens > self.limit:
             self._texts.pop(0)
-
-
-def count_common(first: Sequence[int] | NDArray[np.int64], second: Sequence[int] | NDArray[np.int64]) -> int:
-    """How many tokens two texts have in common from their start."""
-    length = min(len(first), len(second))
-    if not length or first[0] != second[0]:
-        return 0
-    differs = np.asarray(first[:length]) != np.asarray(second[:length])
-    return int(differs.argmax()) if differs.any() else length

@@ -13,8 +13,8 @@ from textmill.config.load import read_yaml
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import check_lengths
 from textmill.evaluation.data_files import SAMPLE_SEED, Record, read_items
-from textmill.evaluation.packing import common_length
 from textmill.evaluation.task import ItemLog, Measured, Pair, Score, Scorer, TaskEntry
+from textmill.ranges import count_common
 from textmill.storage.files import hash_file, hash_json
 
 FILES = "the folder eval_bundle with core.yaml, eval_meta_data.csv and eval_data"
@@ -129,9 +129,10 @@ def _encode(scorer: Scorer, part: Part, record: Record, examples: Sequence[Recor
         start = 1 + len(scorer.tokenizer.encode(without))
         return [(ids[0][:start], ids[0][start:])]
     if part.kind == "schema":
-        common = common_length(*(list(reversed(one)) for one in ids))
+        common = min(count_common(ids[0][::-1], one[::-1]) for one in ids)
         return [(one[: len(one) - common], one[len(one) - common :]) for one in ids]
-    common = min(common_length(*ids), min(map(len, ids)) - 1)  # a candidate that others begin with keeps a token
+    # A candidate that others begin with keeps a token.
+    common = min(min(count_common(ids[0], one), len(one) - 1) for one in ids)
     return [(one[:common], one[common:]) for one in ids]
 
 
