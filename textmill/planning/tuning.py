@@ -140,7 +140,8 @@ class Tuning:
     def _train(self, run: Path, changes: Changes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         intervals = {"train.evaluate_every": NEVER, "train.save_every": NEVER}
-        config = change_settings(self.config, {**changes, "train.folder": str(run), **intervals})
+        own = {"train.folder": str(run), "train.generations": 1}
+        config = change_settings(self.config, {**changes, **own, **intervals})
         with open(f"{run}.log", "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
             train(config)
 
